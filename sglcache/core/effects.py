@@ -1,0 +1,80 @@
+"""What the core wants done. It does nothing itself: effects leave by one queue, in the order of the world."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglcache.errors import SglcacheError
+from sglcache.units import LeaseId, Seq, SessionId, TicketId, Tier
+
+
+class Copy(NamedTuple):
+    """Copy pages between two tiers of one resource, every shard of them; then call `Index.copy_done(ticket, ok)`.
+
+    Copies of one direction complete in the order they were queued. `src_slots` and `dst_slots` are page
+    slots of the source and target pool, packed int32, of equal length, free of repeats.
+    """
+
+    ticket: TicketId
+    resource: str
+    src: Tier
+    dst: Tier
+    src_slots: bytes  # int32 [n]
+    dst_slots: bytes  # int32 [n]
+    lease: LeaseId | None  # the lease whose host hit is loaded; None for a write-through
+
+
+class Publish(NamedTuple):
+    """One encoded batch of the event stream, numbered."""
+
+    seq: Seq
+    payload: bytes
+    num_events: int
+    num_blocks: int  # stored and removed together
+
+
+class Grant(NamedTuple):
+    """The answer to acquire and extend.
+
+    `slots[i]` is where page i of the lease's tokens lives on the device: the hit first, then what is being
+    loaded from the host, then fresh pages.
+    """
+
+    lease: LeaseId
+    matched_tokens: int  # served from the device and the host together; a multiple of the page size
+    host_tokens: int  # of them, those that come from the host: readable once the load's events are done
+    slots: bytes  # int32 [num_pages], the whole page table
+    load: TicketId | None  # the load-back's ticket where host_tokens > 0
+
+
+class Committed(NamedTuple):
+    """The answer to commit, given when it took effect.
+
+    From `first_page` on, `slots` are the canonical pages: where one differs from the lease's own, use the
+    canonical one from now on; the own one stays yours until a command that was sent after you read this
+    (its `seen` is at least `reply`) is done.
+    """
+
+    lease: LeaseId
+    committed_tokens: int
+    first_page: int
+    slots: bytes  # int32 [n], canonical, for pages first_page..first_page+n-1
+    num_duplicates: int
+    reply: int  # this answer's number in its session, from 1
+
+
+class Released(NamedTuple):
+    """The answer to release, given when the last use was over and everything was given back."""
+
+    lease: LeaseId
+
+
+class Wake(NamedTuple):
+    """Answer the request `request` of the session: it waited for an event, a copy or room."""
+
+    session: SessionId
+    request: int
+    result: Grant | Committed | Released | SglcacheError
+
+
+Effect = Copy | Publish | Wake

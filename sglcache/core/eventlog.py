@@ -1,0 +1,292 @@
+"""What happened to blocks, in order, and how it becomes numbered batches (laws 5 and 6).
+
+Recording is a tuple that refers to a node's bytes; hashing, coalescing and encoding wait for the cut, which can be
+done in slices: a long prompt's hash chain never stalls a command. A page that is new to the tree gets a `Chain`,
+a promise of its digests; records are cut in order, so what a chain builds on is always there before it.
+
+With events off there is no log: nothing is recorded, hashed or queued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglcache.core import encoding
+from sglcache.core.effects import Publish
+from sglcache.core.encoding import NO_EXTRAS, Extras, MapEncoding
+from sglcache.core.hashing import Hasher
+from sglcache.units import Seq, Tier
+
+if TYPE_CHECKING:
+    from sglcache.core.tree import Node
+
+
+class Chain:
+    """Digests to be: of `tokens`, behind `before` (bytes, or a page of a chain that is resolved earlier)."""
+
+    __slots__ = ("before", "digests", "nodes", "parts", "tokens")
+
+    def __init__(self, tokens: bytes, before: bytes | Pending, node: Node) -> None:
+        self.tokens = tokens
+        self.before: bytes | Pending = before
+        self.nodes: list[Node] = [node]  # whose `hashes` point here; a split adds to it
+        self.parts: list[bytes] = []  # what earlier slices have made
+        self.digests: bytes | None = None
+
+    def resolve(self, hasher: Hasher, page_bytes: int, budget: int) -> int:
+        """Hash up to `budget` pages; how many it did. The nodes get their digests with the last."""
+        before = self.before
+        if not isinstance(before, bytes):
+            before = _last_digest(before, hasher.size)
+        tokens = self.tokens
+        done = sum(map(len, self.parts)) // hasher.size * page_bytes if self.parts else 0
+        stop = min(len(tokens), done + budget * page_bytes)
+        part = hasher.chain(before, tokens[done:stop] if done or stop < len(tokens) else tokens, page_bytes)
+        if stop < len(tokens):
+            self.parts.append(part)
+            self.before = part[-hasher.size :]
+            return (stop - done) // page_bytes
+        if self.parts:
+            part = b"".join([*self.parts, part])
+        self.digests = part
+        for node in self.nodes:
+            hashes = node.hashes
+            if isinstance(hashes, Pending) and hashes.chain is self:
+                node.hashes = part[hashes.start * hasher.size : hashes.stop * hasher.size]
+        self.nodes.clear()
+        self.parts.clear()
+        self.tokens = self.before = b""
+        return (stop - done) // page_bytes
+
+
+class Pending(NamedTuple):
+    """Pages start..stop-1 of a chain."""
+
+    chain: Chain
+    start: int
+    stop: int
+
+
+Hashes = bytes | Pending  # a node's digests, joined, or the promise of them
+
+
+def _last_digest(hashes: Pending, size: int) -> bytes:
+    digests = hashes.chain.digests
+    assert digests is not None, "a chain was reached before the one it builds on"
+    return digests[(hashes.stop - 1) * size : hashes.stop * size]
+
+
+class _Stored(NamedTuple):
+    tier: Tier
+    tokens: bytes
+    hashes: Hashes
+    before: Hashes | None  # the parent node's, or None at the start of a namespace
+    extras: Extras
+
+
+class _Removed(NamedTuple):
+    tier: Tier
+    hashes: Hashes
+
+
+class _Run:
+    """Neighbouring records that become one event."""
+
+    __slots__ = ("digests", "extras", "num_blocks", "parent", "stored", "tier", "tokens")
+
+    def __init__(self, stored: bool, tier: Tier, parent: bytes | None, extras: Extras) -> None:
+        self.stored, self.tier, self.parent, self.extras = stored, tier, parent, extras
+        self.digests: list[bytes] = []
+        self.tokens: list[bytes] = []
+        self.num_blocks = 0
+
+
+class EventLog:
+    """The queue of records and the cut. Batches leave by `published`."""
+
+    def __init__(
+        self, hasher: Hasher, page_bytes: int, page_size: int, *, first_seq: int, rank: int, max_blocks: int, slice: int
+    ) -> None:
+        self.hasher = hasher
+        self.page_bytes = page_bytes
+        self.next_seq = first_seq
+        self.rank = rank
+        self.max_blocks = max_blocks
+        self.slice = slice
+        self.encoding = MapEncoding(page_size)
+        self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
+        self.published: list[Publish] = []
+        self.removals = 0  # queued; while there are any, no page may be handed on
+        self._records: deque[_Stored | _Removed | None] = deque()  # None: all cleared
+        self._packed: tuple[list[bytes], list[bytes], bytes, bytes] = ([], [], b"", b"")
+        # the batch in the making
+        self._events: list[bytes] = []
+        self._blocks = 0
+        self._run: _Run | None = None
+        self.cleared()  # a life begins so
+
+    # -- recording: called where presence changes, and nowhere else -------------------------------------
+
+    def stored(self, node: Node, tier: Tier, session_id: str | None) -> None:
+        parent = node.parent
+        assert parent is not None
+        hashes = node.hashes
+        if hashes is None:  # new to the tree
+            before = parent.hashes
+            if before is None:
+                before = node.space.seed
+            elif isinstance(before, bytes):
+                before = before[-self.hasher.size :]
+            chain = Chain(node.key, before, node)
+            hashes = node.hashes = Pending(chain, 0, len(node.key) // self.page_bytes)
+        self._records.append(
+            _Stored(tier, node.key, hashes, parent.hashes, encoding.extras(node.space.namespace, session_id))
+        )
+
+    def removed(self, node: Node, tier: Tier) -> None:
+        hashes = node.hashes
+        assert hashes is not None
+        self._records.append(_Removed(tier, hashes))
+        self.removals += 1
+
+    def cleared(self) -> None:
+        """Whatever was queued and not yet cut is still told, before it."""
+        self._records.append(None)
+        self.removals += 1
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._records or self._run or self._events)
+
+    # -- the cut ------------------------------------------------------------------------------------------
+
+    def cut(self, ts: float, *, heartbeat: bool = False) -> bool:
+        """Hash, coalesce, encode and number what is queued; False if a slice was used up before the end.
+
+        `heartbeat`: an empty batch if there is nothing else.
+        """
+        records = self._records
+        budget = self.slice
+        size = self.hasher.size
+        while records:
+            if budget <= 0:
+                return self._pause(ts)
+            record = records[0]
+            if record is None:
+                records.popleft()
+                self.removals -= 1
+                self._close_run()
+                self._events.append(self.encoding.cleared())
+                self.num_cleared += 1
+                continue
+            hashes = record.hashes
+            if isinstance(hashes, bytes):
+                digests = hashes
+            else:
+                chain = hashes.chain
+                while chain.digests is None:
+                    if budget <= 0:
+                        return self._pause(ts)
+                    budget -= chain.resolve(self.hasher, self.page_bytes, budget)
+                digests = chain.digests[hashes.start * size : hashes.stop * size]
+            records.popleft()
+            budget -= 1 + len(digests) // (size * 16)  # encoding is cheaper than hashing
+            if isinstance(record, _Removed):
+                self.removals -= 1
+                self._add(ts, False, record.tier, digests, b"", None, NO_EXTRAS)
+            else:
+                parent: bytes | None
+                before = record.before
+                if before is None:
+                    parent = None
+                elif isinstance(before, bytes):
+                    parent = before[-size:]
+                else:
+                    parent = _last_digest(before, size)
+                self._add(ts, True, record.tier, digests, record.tokens, parent, record.extras)
+        self._close_run()
+        self._close_batch(ts, heartbeat=heartbeat)
+        return True
+
+    def _pause(self, ts: float) -> bool:
+        # What is off the queue must be on the stream: `removals` says so.
+        self._close_run()
+        self._close_batch(ts)
+        return False
+
+    def _add(
+        self, ts: float, stored: bool, tier: Tier, digests: bytes, tokens: bytes, parent: bytes | None, extras: Extras
+    ) -> None:
+        """Join the open run if it may (REFERENCE 5.2), else begin another; never more than max_blocks in one."""
+        size, page_bytes = self.hasher.size, self.page_bytes
+        count = len(digests) // size
+        start = 0
+        while start < count:
+            run = self._run
+            room = self.max_blocks - self._blocks - (run.num_blocks if run else 0)
+            if room <= 0:
+                self._close_run()
+                self._close_batch(ts)
+                continue
+            if run is not None and not (
+                run.stored is stored
+                and run.tier is tier
+                and (not stored or (run.extras == extras and parent is not None and run.digests[-1][-size:] == parent))
+            ):
+                self._close_run()
+                run = None
+            if run is None:
+                run = self._run = _Run(stored, tier, parent, extras)
+            take = min(room, count - start)
+            if take == count:
+                run.digests.append(digests)
+                run.tokens.append(tokens)
+            else:
+                run.digests.append(digests[start * size : (start + take) * size])
+                run.tokens.append(tokens[start * page_bytes : (start + take) * page_bytes])
+            run.num_blocks += take
+            parent = run.digests[-1][-size:]
+            start += take
+
+    def _close_run(self) -> None:
+        run = self._run
+        if run is None:
+            return
+        self._run = None
+        size = self.hasher.size
+        # The same pages mostly reach the host right after the device: their encoding is kept for that.
+        pieces, digests, hashes, tokens = self._packed
+        if not (
+            run.stored
+            and len(pieces) == len(run.tokens)
+            and all(map(_same, pieces, run.tokens))
+            and digests == run.digests
+        ):
+            hashes = encoding.pack_hashes(b"".join(run.digests), size)
+            if run.stored:
+                tokens = encoding.pack_tokens(b"".join(run.tokens))
+                self._packed = (run.tokens, run.digests, hashes, tokens)
+        if run.stored:
+            parent = None if run.parent is None else encoding.pack_hash(run.parent)
+            self._events.append(self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras))
+            self.num_stored += run.num_blocks
+        else:
+            self._events.append(self.encoding.removed(hashes, run.tier.medium))
+            self.num_removed += run.num_blocks
+        self._blocks += run.num_blocks
+
+    def _close_batch(self, ts: float, *, heartbeat: bool = False) -> None:
+        events = self._events
+        if not events and not heartbeat:
+            return
+        seq = self.next_seq
+        self.next_seq = seq + 1
+        self.published.append(Publish(Seq(seq), encoding.batch(ts, events, self.rank), len(events), self._blocks))
+        self.num_batches += 1
+        self._events = []
+        self._blocks = 0
+
+
+def _same(left: object, right: object) -> bool:
+    return left is right

@@ -1,0 +1,81 @@
+"""Page digests: `digest(p) = H(digest(p-1) || tokens of p as uint32 LE)`, the first page of a namespace seeded.
+
+With sha256 and no lora these are SGLang's own values (its `hash_binding.cpp`, and its storage seed from 0.5.21 on).
+A digest depends on nothing but the tokens, the page size and the namespace: no process seed, no environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from sglcache.core.key import Namespace
+from sglcache.errors import ConfigError
+
+
+class Hasher(NamedTuple):
+    """One hash function for the whole life of an index."""
+
+    name: str
+    size: int  # bytes of a digest
+    digest: Callable[[bytes], bytes]
+
+    def chain(self, before: bytes, tokens: bytes, page_bytes: int) -> bytes:
+        """The digests of the pages of `tokens`, joined; `before` is the digest (or seed, or nothing) they follow.
+
+        A short last page is hashed as it is.
+        """
+        digest = self.digest
+        whole = len(tokens) // page_bytes
+        # "V" and not "S": numpy's S drops trailing zero bytes, which are a token like any other.
+        pages = np.frombuffer(tokens, f"V{page_bytes}", whole).tolist()
+        if whole * page_bytes < len(tokens):
+            pages.append(tokens[whole * page_bytes :])
+        last = before
+        return b"".join([last := digest(last + page) for page in pages])
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+HASHERS = {
+    "xxh3_128": Hasher("xxh3_128", 16, xxhash.xxh3_128_digest),
+    "sha256": Hasher("sha256", 32, _sha256),
+}
+
+
+def hasher(name: str) -> Hasher:
+    """`ConfigError` for a name that is not one of HASHERS."""
+    try:
+        return HASHERS[name]
+    except KeyError:
+        raise ConfigError(f"hash {name!r} is unknown; use one of {', '.join(HASHERS)}", path="events.hash") from None
+
+
+def _tagged(value: str | None) -> bytes:
+    if value is None:
+        return b"\x00"
+    data = value.encode()
+    return b"\x01" + len(data).to_bytes(8, "little") + data
+
+
+def seed(namespace: Namespace) -> bytes:
+    """What stands for the digest before a namespace's first page; nothing for the plain namespace.
+
+    SGLang's storage seed over (extra_key, cache_salt); a lora is a third tagged part, only when there is one.
+    """
+    lora, extra_key, cache_salt = namespace
+    if lora is None and extra_key is None and cache_salt is None:
+        return b""
+    parts = b"sglang-cache-namespace-v1" + _tagged(extra_key) + _tagged(cache_salt)
+    return _sha256(parts if lora is None else parts + _tagged(lora))
+
+
+def block_hash(digest: bytes) -> int:
+    """A digest's name in events: its first 8 bytes, big-endian, as a signed int64."""
+    return int.from_bytes(digest[:8], "big", signed=True)

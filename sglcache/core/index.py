@@ -1,0 +1,1178 @@
+"""The index: every command of the daemon, and what follows from it. Start here.
+
+Sans-IO and single-threaded (laws 1 to 3): commands are method calls, results are returned or leave as `Wake`, and
+what is to be done in the world leaves through `drain`. Around it: `tree` (nodes, locks, order of eviction),
+`slots` (free lists and counts), `leases` (who holds what), `eventlog` (what routers are told), `invariants`
+(the proof).
+
+Presence of a page in a tier changes in `_change` and nowhere else, and `_change` is what emits (law 5).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglcache.core import hashing
+from sglcache.core.effects import Committed, Copy, Effect, Grant, Publish, Released, Wake
+from sglcache.core.eventlog import EventLog
+from sglcache.core.key import ROOT, TOKEN_BYTES, Namespace
+from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
+from sglcache.core.resources import Full
+from sglcache.core.slots import SLOT_BYTES, SlotPool
+from sglcache.core.tree import Node, Space, Tree
+from sglcache.errors import (
+    BadRequest,
+    Busy,
+    Changed,
+    NoSpace,
+    SessionEnded,
+    SglcacheError,
+    TransferError,
+    UnknownLease,
+    UnknownSession,
+)
+from sglcache.units import LeaseId, SessionId, TicketId, Tier
+
+DEVICE, HOST = 0, 1  # cells; with one resource a cell's number is its tier's
+MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
+MERGE_LIMIT = 16  # nodes joined by one command
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """What an index is built for. Sizes are in pages; `page_size` is tokens in a page."""
+
+    page_size: int
+    num_pages: int
+    host_pages: int = 0  # 0: one tier
+    hash_name: str = "xxh3_128"
+    events: bool = True
+    first_seq: int = 1
+    rank: int = 0
+    max_batch_blocks: int = 4096
+    evict_slice: int = 2000  # victims a call may take: about 2 ms
+    hash_slice: int = 20_000  # pages of hash chain a call may make: about 2 ms
+
+
+class Peeked(NamedTuple):
+    """How far a match would reach."""
+
+    device_tokens: int
+    matched_tokens: int  # device and host together
+
+
+class PoolStats(NamedTuple):
+    """One (resource, tier), in pages: free + fenced + leased + cached == total; locked is part of cached."""
+
+    resource: str
+    tier: Tier
+    total: int
+    free: int
+    fenced: int
+    leased: int
+    cached: int
+    locked: int
+
+
+class IndexStats(NamedTuple):
+    """Gauges now, and counters since the start."""
+
+    pools: list[PoolStats]
+    num_nodes: int
+    num_spaces: int
+    num_sessions: int
+    num_leases: int
+    num_fenced_leases: int
+    num_waiting: int
+    num_copies: int
+    pinned_pages: int
+    counters: dict[str, int]
+
+
+class DumpedNode(NamedTuple):
+    """One node as `walk` tells of it."""
+
+    namespace: Namespace
+    parent_digest: bytes | None
+    tokens: bytes
+    digests: bytes  # joined
+    tiers: tuple[Tier, ...]  # where all of its pages are
+
+
+class Match(NamedTuple):
+    """The nodes that agree with a key whole, and the one that agrees in part."""
+
+    path: list[Node]
+    partial: Node | None
+    at: int  # bytes of `partial` that agree
+
+
+class _Waiting(NamedTuple):
+    """An acquire or extend that needs more eviction than one slice."""
+
+    request: int
+    lease: Lease
+    num_fresh: int
+    end: Node | None  # where an acquire's match ends; its pins hold it
+    tokens: bytes  # what an extend appends
+
+
+COUNTERS = (
+    "requests",
+    "request_tokens",
+    "matched_tokens",
+    "host_matched_tokens",
+    "commits",
+    "committed_pages",
+    "duplicate_pages",
+    "evicted_nodes",
+    "evicted_device_pages",
+    "evicted_host_pages",
+    "demoted_pages",
+    "backup_pages",
+    "backup_pages_skipped",
+    "backups_failed",
+    "load_pages",
+    "loads_failed",
+    "refused",
+    "unpublished_pages",
+    "sessions_ended",
+)
+
+
+class Index:
+    """The radix cache of one rank."""
+
+    def __init__(self, config: IndexConfig) -> None:
+        self.config = config
+        self.page_bytes = config.page_size * TOKEN_BYTES
+        self.hasher = hashing.hasher(config.hash_name)
+        self.pools = [SlotPool(config.num_pages)]
+        if config.host_pages:
+            self.pools.append(SlotPool(config.host_pages))
+        full = Full()
+        self.resources = [full] * len(self.pools)
+        self.tree = Tree(self.page_bytes, list(self.resources), self.pools)
+        self.log: EventLog | None = None
+        if config.events:
+            self.log = EventLog(
+                self.hasher,
+                self.page_bytes,
+                config.page_size,
+                first_seq=config.first_seq,
+                rank=config.rank,
+                max_blocks=config.max_batch_blocks,
+                slice=config.hash_slice,
+            )
+        self.version = 0  # rises with every change of presence
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.sessions: dict[SessionId, Session] = {}
+        self.leases: dict[LeaseId, Lease] = {}
+        self.writes: deque[Ticket] = deque()  # device to host, in the order they were sent
+        self.loads: dict[TicketId, Ticket] = {}
+        self.held = False  # removals are not on the stream yet: no page may be handed on
+        self._next_id = 1
+        self._effects: list[Effect] = []
+        self._waiting: deque[_Waiting] = deque()
+        self._clearing: list[list[int]] = []  # [cell, pages still to evict]
+        self._graves: list[Node] = []  # roots of trees that were dropped whole
+        self._ts = 0.0
+
+    # -- sessions -----------------------------------------------------------------------------------------
+
+    def open_session(self, num_shards: int = 1) -> SessionId:
+        """A new session whose tickets are done when `num_shards` events are."""
+        session = Session(SessionId(self._id()), num_shards)
+        self.sessions[session.id] = session
+        return session.id
+
+    def end_session(self, session: SessionId) -> None:
+        """The session takes no more commands: its leases are fenced, commits that wait are dropped, pins let go.
+
+        Its pages come back by `shard_gone` of every shard, or each lease's by the event of its release. Idempotent.
+        """
+        s = self.sessions.get(session)
+        if s is None or s.ended:
+            return
+        s.ended = True
+        self.counters["sessions_ended"] += 1
+        error = SessionEnded("the session ended: a member died or left; close this client and attach anew")
+        for waiting in [w for w in self._waiting if w.lease.session is s]:
+            self._waiting.remove(waiting)
+            self._wake(s, waiting.request, error)
+            if waiting.lease.waiting:
+                self._give_back(waiting.lease)
+        for op in s.queue:
+            if op.request is not None:
+                self._wake(s, op.request, error)
+                op.request = None
+        s.queue = deque(op for op in s.queue if op.release)
+        for owner in list(s.pins):
+            self._unpin(s, owner)
+        pool = self.pools[DEVICE]
+        for lease in s.leases.values():
+            own = len(lease.own_slots) // SLOT_BYTES
+            pool.leased -= own
+            pool.fenced += own
+        self._settle(s)
+
+    def shard_gone(self, session: SessionId, shard: int) -> None:
+        """No use of that shard's pages by this session is left: the kernel says so, or its last event. Idempotent."""
+        s = self.sessions.get(session)
+        if s is None:
+            return
+        self.end_session(session)
+        s.gone |= 1 << shard
+        self._settle(s)
+
+    def event_done(self, session: SessionId, ticket: int, shard: int = 0) -> None:
+        """That shard's event for `ticket` is done; it may come before the command that names the ticket."""
+        s = self.sessions.get(session)
+        if s is None or ticket <= s.last_done:
+            return
+        if ticket not in s.events and len(s.events) >= MAX_EVENTS_AHEAD:
+            raise BadRequest(f"{len(s.events)} tickets are done ahead of their commands", tickets=len(s.events))
+        s.events[ticket] = s.events.get(ticket, 0) | 1 << shard
+        if s.ended:
+            self._settle(s)
+        else:
+            self._pump(s)
+
+    # -- a runner's journey ---------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        session: SessionId,
+        request: int,
+        tokens: bytes,
+        namespace: Namespace = ROOT,
+        *,
+        limit: int | None = None,
+        reserve: int = 0,
+        session_id: str | None = None,
+    ) -> Grant | None:
+        """Match, pin, evict, allocate: one command (law 7).
+
+        `tokens` is packed uint32; at most `limit` of them are matched; there is room for `reserve` more. None: it
+        takes more than one slice of eviction; `step` goes on with it and `Wake` brings the answer. `NoSpace` if
+        locks leave too little, with nothing changed.
+        """
+        s = self._session(session)
+        length = len(tokens)
+        if length % TOKEN_BYTES or length == 0 or reserve < 0 or (limit is not None and limit < 0):
+            raise BadRequest(
+                f"acquire needs at least one token, whole uint32s, limit and reserve >= 0; got {length} bytes, "
+                f"limit {limit}, reserve {reserve}"
+            )
+        page_bytes = self.page_bytes
+        end = length if limit is None else min(length, limit * TOKEN_BYTES)
+        end -= end % page_bytes
+        num_pages = -(-(length + reserve * TOKEN_BYTES) // page_bytes)
+        space = self.tree.spaces.get(namespace)
+        path: list[Node] = []
+        partial = None
+        at = 0
+        if space is not None and end:
+            path, partial, at = self._match(space.root, tokens, end)
+        on_device = len(path)
+        device_bytes = matched_bytes = 0
+        for i, node in enumerate(path):
+            matched_bytes += len(node.key)
+            if node.cells[DEVICE] is not None:
+                device_bytes = matched_bytes
+            elif on_device > i:
+                on_device = i
+        if partial is not None:
+            matched_bytes += at
+            if partial.cells[DEVICE] is not None:
+                device_bytes += at
+        num_fresh = num_pages - device_bytes // page_bytes
+        crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
+        if crowded:
+            self._refuse(num_fresh, path, partial, at)
+        if partial is not None:
+            head = self.tree.split(partial, at)
+            path.append(head)
+            if head.cells[DEVICE] is not None:
+                on_device = len(path)
+        counters = self.counters
+        counters["requests"] += 1
+        counters["request_tokens"] += length // TOKEN_BYTES
+        counters["matched_tokens"] += matched_bytes // TOKEN_BYTES
+        counters["host_matched_tokens"] += (matched_bytes - device_bytes) // TOKEN_BYTES
+
+        lease = Lease(LeaseId(self._id()), s, namespace, tokens)
+        lease.session_id = session_id
+        s.leases[lease.id] = self.leases[lease.id] = lease
+        if path:
+            if on_device:
+                lease.node = path[on_device - 1]
+                self.tree.pin(DEVICE, lease.node)
+            if len(self.pools) > HOST:
+                lease.host_node = self._host_end(path)
+                self.tree.pin(HOST, lease.host_node)
+        lease.committed = lease.reported = device_bytes // page_bytes
+        if crowded and (self._waiting or not self._evict(DEVICE, num_fresh)):
+            lease.waiting = True
+            self._waiting.append(_Waiting(request, lease, num_fresh, path[-1] if path else None, b""))
+            return None
+        return self._grant(lease, num_fresh, path[:on_device], path[on_device:])
+
+    def extend(self, session: SessionId, request: int, lease: LeaseId, tokens: bytes, reserve: int = 0) -> Grant | None:
+        """Append tokens to a lease; its page table grows as needed. As acquire otherwise."""
+        s = self._session(session)
+        held = self._lease(s, lease)
+        if len(tokens) % TOKEN_BYTES or reserve < 0:
+            raise BadRequest(f"extend needs whole uint32s and reserve >= 0; got {len(tokens)} bytes, reserve {reserve}")
+        if held.extending:
+            raise BadRequest(f"lease {lease} has an extend that waits for room; wait for its answer", lease=lease)
+        length = len(held.tokens) + len(tokens)
+        num_fresh = max(0, -(-(length + reserve * TOKEN_BYTES) // self.page_bytes) - held.num_pages)
+        crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
+        if crowded:
+            self._refuse(num_fresh, [], None, 0)
+            if self._waiting or not self._evict(DEVICE, num_fresh):
+                held.extending = True
+                self._waiting.append(_Waiting(request, held, num_fresh, None, tokens))
+                return None
+        return self._extended(held, num_fresh, tokens)
+
+    def commit(
+        self, session: SessionId, request: int, lease: LeaseId, ticket: int, *, seen: int = 0, tokens: int | None = None
+    ) -> None:
+        """Give the whole pages of the first `tokens` tokens to the tree when `ticket` is done; then Wake(Committed)."""
+        s = self._session(session)
+        held = self._lease(s, lease)
+        have = len(held.tokens) // TOKEN_BYTES
+        if tokens is not None and not 0 <= tokens <= have:
+            raise BadRequest(f"commit of {tokens} tokens; the lease has {have}", tokens=tokens, have=have)
+        num_pages = min((have if tokens is None else tokens) // self.config.page_size, held.num_pages)
+        self._ticket(s, ticket)
+        s.queue.append(Operation(request, held, ticket, seen, num_pages, release=False))
+        self._pump(s)
+
+    def release(
+        self, session: SessionId, request: int, lease: LeaseId, ticket: int, *, seen: int = 0, discard: bool = False
+    ) -> None:
+        """End the lease when `ticket` is done; then Wake(Released). It takes no command from now on.
+
+        `discard`: commits of it that have not taken effect don't.
+        """
+        s = self._session(session)
+        held = self._lease(s, lease)
+        self._ticket(s, ticket)
+        held.releasing = True
+        if held.extending:
+            waiting = next(w for w in self._waiting if w.lease is held)
+            self._waiting.remove(waiting)
+            self._wake(s, waiting.request, Changed("the lease was released before there was room to extend it"))
+        if discard:
+            for op in s.queue:
+                if op.lease is held and op.request is not None:
+                    self._wake(s, op.request, Changed("the lease was discarded before this commit took effect"))
+                    op.lease = op.request = None
+        s.queue.append(Operation(request, held, ticket, seen, 0, release=True))
+        self._pump(s)
+
+    # -- looking, pinning, clearing -------------------------------------------------------------------------
+
+    def peek(self, tokens: bytes, namespace: Namespace = ROOT) -> Peeked:
+        """How far a match would reach. Mutates nothing, not even the order of eviction."""
+        if len(tokens) % TOKEN_BYTES:
+            raise BadRequest(f"packed tokens are uint32: {len(tokens)} bytes is no multiple of 4")
+        space = self.tree.spaces.get(namespace)
+        if space is None:
+            return Peeked(0, 0)
+        path, partial, at = self._match(space.root, tokens, len(tokens) - len(tokens) % self.page_bytes)
+        device = matched = 0
+        for node in path:
+            matched += len(node.key)
+            if node.cells[DEVICE] is not None:
+                device = matched
+        if partial is not None:
+            matched += at
+            if partial.cells[DEVICE] is not None:
+                device = matched
+        return Peeked(device // TOKEN_BYTES, matched // TOKEN_BYTES)
+
+    def pin(self, session: SessionId, tokens: bytes, namespace: Namespace, owner: str, expires_at: float) -> int:
+        """Keep what is cached of `tokens` from eviction until `unpin`, `expire` or the session's end; its tokens."""
+        s = self._session(session)
+        if len(tokens) % TOKEN_BYTES:
+            raise BadRequest(f"packed tokens are uint32: {len(tokens)} bytes is no multiple of 4")
+        space = self.tree.spaces.get(namespace)
+        if space is None:
+            return 0
+        path, partial, at = self._match(space.root, tokens, len(tokens) - len(tokens) % self.page_bytes)
+        if partial is not None:
+            path.append(self.tree.split(partial, at))
+        if not path:
+            return 0
+        device = next((node for node in reversed(path) if node.cells[DEVICE] is not None), None)
+        nodes = (device,) if len(self.pools) == 1 else (device, self._host_end(path))
+        for c, node in enumerate(nodes):
+            self.tree.pin(c, node)
+        num_bytes = sum(len(node.key) for node in path)
+        s.pins.setdefault(owner, []).append(Pin(nodes, expires_at, num_bytes // self.page_bytes))
+        return num_bytes // TOKEN_BYTES
+
+    def unpin(self, session: SessionId, owner: str) -> int:
+        """Let go of what this session pinned for `owner`; the pages. Of nothing is no error, and touches no other's."""
+        s = self.sessions.get(session)
+        return 0 if s is None else self._unpin(s, owner)
+
+    def expire(self, now: float) -> int:
+        """Let go of every pin whose time is over, on the clock that `pin` was given; how many."""
+        count = 0
+        for s in self.sessions.values():
+            for owner, pins in list(s.pins.items()):
+                over = [pin for pin in pins if pin.expires_at <= now]
+                if over:
+                    count += len(over)
+                    s.pins[owner] = [pin for pin in pins if pin.expires_at > now]
+                    if not s.pins[owner]:
+                        del s.pins[owner]
+                    self._let_go(over)
+        return count
+
+    @property
+    def next_expiry(self) -> float | None:
+        every = (pin for s in self.sessions.values() for pins in s.pins.values() for pin in pins)
+        return min((pin.expires_at for pin in every), default=None)
+
+    def clear(self, tier: Tier | None = None) -> dict[Tier, int]:
+        """Drop every cached page of a tier, or of all (then AllBlocksCleared); the pages of each.
+
+        `Busy`, with what holds it, and nothing changed while a lease, a copy or a pin is live. A single tier goes
+        by Removed, in slices: `step` does the rest.
+        """
+        fenced = sum(pool.fenced for pool in self.pools)
+        pinned = self._pinned_pages()
+        if self.leases or self.writes or self.loads or pinned or fenced:
+            raise Busy(
+                f"not cleared: {len(self.leases)} leases, {len(self.writes) + len(self.loads)} copies in flight, "
+                f"{pinned} pinned and {fenced} fenced pages hold it; release them and clear again",
+                leases=len(self.leases),
+                copies=len(self.writes) + len(self.loads),
+                pinned_pages=pinned,
+                fenced_pages=fenced,
+                locked_pages={Tier(c).name: pool.locked for c, pool in enumerate(self.pools)},
+            )
+        if tier is not None:
+            if tier >= len(self.pools):
+                raise BadRequest(f"there is no {Tier(tier).name} tier to clear", tier=Tier(tier).name)
+            pages = self.pools[tier].cached
+            if pages:
+                self._clearing.append([int(tier), pages])
+                self._clear_slice()
+            return {tier: pages}
+        cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools)}
+        self._graves.extend(space.root for space in self.tree.spaces.values())
+        self._clearing.clear()
+        tree = self.tree
+        tree.spaces = type(tree.spaces)({})
+        tree.num_nodes = 0
+        tree.reset_lists()
+        for c, pool in enumerate(self.pools):
+            self.pools[c] = tree.pools[c] = SlotPool(pool.total)
+        self.version += 1
+        if self.log is not None:
+            self.log.cleared()
+        return cleared
+
+    # -- copies -----------------------------------------------------------------------------------------------
+
+    def copy_done(self, ticket: TicketId, ok: bool = True) -> None:
+        """The copy is over: nothing of it is read or written any more. An unknown ticket is no error.
+
+        Write-throughs take effect in the order they were sent, parents first, whatever order their acks come in.
+        """
+        load = self.loads.pop(ticket, None)
+        if load is not None:
+            self._loaded(load, ok)
+            return
+        for write in self.writes:
+            if write.id == ticket:
+                write.ok = ok
+                break
+        while self.writes and self.writes[0].ok is not None:
+            self._written(self.writes.popleft())
+
+    # -- the turn -----------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One slice of long work: acquires that wait for room, a clear's evictions, the teardown of a dropped tree."""
+        if self._waiting:
+            self._serve_waiting()
+        elif self._clearing:
+            self._clear_slice()
+        elif self._graves:
+            self._bury()
+        return bool(self._waiting or self._clearing or self._graves)
+
+    def cut(self, ts: float, heartbeat: bool = False) -> bool:
+        """Put what is queued on the stream, numbered, stamped `ts` (unix seconds); False: a slice was used up."""
+        self._ts = ts
+        if self.log is None:
+            return True
+        done = self.log.cut(ts, heartbeat=heartbeat)
+        self.held = self.log.removals > 0
+        return done
+
+    def drain(self, ts: float | None = None) -> list[Effect]:
+        """The effects so far, batches first, in order.
+
+        A removal is on the stream before anyone hears of the page it freed: what removals are queued is cut first.
+        If that takes more than a slice `held` is set, and everything but batches stays until a later `drain`.
+        """
+        log = self.log
+        if log is None:
+            effects, self._effects = self._effects, []
+            return effects
+        if log.removals:
+            self.cut(self._ts if ts is None else ts)
+        published: list[Effect] = [*log.published]
+        if published:
+            log.published = []
+        if not self.held and self._effects:
+            published += self._effects
+            self._effects = []
+        return published
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the next batch."""
+        return self.config.first_seq if self.log is None else self.log.next_seq
+
+    @property
+    def uncut(self) -> bool:
+        """Whether something waits for a cut."""
+        return self.log is not None and self.log.pending
+
+    # -- telling ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> IndexStats:
+        log = self.log
+        more = {
+            "splits": self.tree.num_splits,
+            "merges": self.tree.num_merges,
+            "batches": log.num_batches if log else 0,
+            "blocks_stored": log.num_stored if log else 0,
+            "blocks_removed": log.num_removed if log else 0,
+            "all_blocks_cleared": log.num_cleared if log else 0,
+        }
+        return IndexStats(
+            [
+                PoolStats(self.resources[c].name, Tier(c), p.total, p.free, p.fenced, p.leased, p.cached, p.locked)
+                for c, p in enumerate(self.pools)
+            ],
+            self.tree.num_nodes,
+            len(self.tree.spaces),
+            len(self.sessions),
+            len(self.leases),
+            sum(lease.session.ended for lease in self.leases.values()),
+            len(self._waiting),
+            len(self.writes) + len(self.loads),
+            self._pinned_pages(),
+            {**self.counters, **more},
+        )
+
+    def walk(self, max_nodes: int = 2000) -> Iterator[list[DumpedNode]]:
+        """Every node that is published, parents first, `max_nodes` at a time; the caller watches `version`.
+
+        What is queued must have been cut. With events off there are no digests and nothing is told.
+        """
+        size = self.hasher.size
+        out: list[DumpedNode] = []
+        for count, node in enumerate(self.tree.nodes(), 1):
+            hashes = node.hashes
+            if isinstance(hashes, bytes) and node.space.published:
+                parent = node.parent
+                assert parent is not None
+                before = parent.hashes
+                tiers = tuple(
+                    Tier(c) for c in range(len(self.pools)) if node.cells[c] is not None and not node.writing >> c & 1
+                )
+                digest = before[-size:] if isinstance(before, bytes) else None
+                out.append(DumpedNode(node.space.namespace, digest, node.key, hashes, tiers))
+            if count % max_nodes == 0:
+                yield out
+                out = []
+        yield out
+
+    # -- inside: matching ------------------------------------------------------------------------------------
+
+    def _match(self, node: Node, key: bytes, end: int) -> Match:
+        """Walk down `key[:end]`, whole pages. Every node there is is present in some tier. Changes nothing."""
+        path: list[Node] = []
+        start = 0
+        page_bytes = self.page_bytes
+        while start < end:
+            children = node.children
+            if children is None:
+                break
+            child: Node | None
+            if type(children) is Node:
+                child = children
+            else:
+                child = children.get(key[start : start + page_bytes])  # type: ignore[union-attr]
+                if child is None:
+                    break
+            run = child.key
+            stop = start + len(run)
+            if stop <= end and key.startswith(run, start):
+                path.append(child)
+                node = child
+                start = stop
+                continue
+            at = self.tree.common_pages(run, key, start, end)
+            if at:
+                return Match(path, child, at)
+            break
+        return Match(path, None, 0)
+
+    def _host_end(self, path: list[Node]) -> Node | None:
+        """The deepest node of a path whose bytes are on the host."""
+        bit = 1 << HOST
+        for node in reversed(path):
+            if node.cells[HOST] is not None and not node.writing & bit:
+                return node
+        return None
+
+    def _refuse(self, num_fresh: int, path: list[Node], partial: Node | None, at: int) -> None:
+        """`NoSpace` unless `num_fresh` pages can be had once the matched path is pinned. Changes nothing.
+
+        Exact, since locks are whole paths: whatever is cached and not locked can be evicted, leaf by leaf.
+        """
+        pool = self.pools[DEVICE]
+        lock = len(self.pools) + DEVICE
+        pinned = 0
+        for node in path:
+            if node.cells[DEVICE] is not None and not node.cells[lock]:
+                pinned += len(node.cells[DEVICE]) // SLOT_BYTES
+        if partial is not None and partial.cells[DEVICE] is not None and not partial.cells[lock]:
+            pinned += at // self.page_bytes
+        # Those who wait already have their pins, and come first.
+        promised = sum(waiting.num_fresh for waiting in self._waiting)
+        if num_fresh > pool.free + pool.evictable - pinned - promised:
+            self.counters["refused"] += 1
+            raise self._no_space(num_fresh, pool.locked + pinned, "release a lease or grow the pool", promised)
+
+    def _no_space(self, need: int, locked: int, remedy: str, promised: int = 0) -> NoSpace:
+        pool = self.pools[DEVICE]
+        name = self.resources[DEVICE].name
+        return NoSpace(
+            f"{name}/DEVICE: need {need} pages; of {pool.total}, {pool.free} are free, {pool.cached} cached and "
+            f"{locked} of these locked, {pool.leased} leased, {pool.fenced} fenced, {promised} promised; {remedy}",
+            resource=name,
+            tier=Tier.DEVICE.name,
+            need=need,
+            free=pool.free,
+            cached=pool.cached,
+            locked=locked,
+            leased=pool.leased,
+            fenced=pool.fenced,
+            promised=promised,
+            total=pool.total,
+        )
+
+    # -- inside: granting ------------------------------------------------------------------------------------
+
+    def _grant(self, lease: Lease, num_fresh: int, on_device: list[Node], on_host: list[Node]) -> Grant:
+        """Take the pages, which are free by now; start the load-back of what the match found on the host alone."""
+        pool = self.pools[DEVICE]
+        fresh = pool.take(num_fresh)
+        pool.leased += num_fresh
+        lease.waiting = False
+        lease.slots = b"".join([*[node.cells[DEVICE] for node in on_device], fresh]) if on_device else fresh
+        size = self.config.page_size
+        device_tokens = lease.committed * size
+        if not on_host:
+            return Grant(lease.id, device_tokens, 0, lease.slots, None)
+        source = b"".join([node.cells[HOST] for node in on_host])
+        num_pages = len(source) // SLOT_BYTES
+        load = lease.load = Ticket(TicketId(self._id()), Tier.DEVICE, on_host[-1], num_pages, lease)
+        self.loads[load.id] = load
+        self.counters["load_pages"] += num_pages
+        name = self.resources[DEVICE].name
+        target = fresh[: len(source)]
+        self._effects.append(Copy(load.id, name, Tier.HOST, Tier.DEVICE, source, target, lease.id))
+        return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, lease.slots, load.id)
+
+    def _extended(self, lease: Lease, num_fresh: int, tokens: bytes) -> Grant:
+        pool = self.pools[DEVICE]
+        lease.tokens += tokens
+        lease.slots += pool.take(num_fresh)
+        pool.leased += num_fresh
+        lease.extending = False
+        return Grant(lease.id, 0, 0, lease.slots, None)
+
+    def _serve_waiting(self) -> None:
+        request, lease, num_fresh, end, tokens = self._waiting[0]
+        pool = self.pools[DEVICE]
+        if num_fresh > pool.free + pool.evictable:
+            self._waiting.popleft()
+            self.counters["refused"] += 1
+            error = self._no_space(num_fresh, pool.locked, "others were served or locked meanwhile; try again")
+            self._wake(lease.session, request, error)
+            if lease.waiting:
+                self._give_back(lease)
+            else:
+                lease.extending = False
+            return
+        if not self._evict(DEVICE, num_fresh):
+            return
+        self._waiting.popleft()
+        if not lease.waiting:
+            self._wake(lease.session, request, self._extended(lease, num_fresh, tokens))
+            return
+        # Splits since then have made more nodes of the path; the end is still the end.
+        on_device: list[Node] = []
+        on_host: list[Node] = []
+        nodes = on_device if end is lease.node else on_host
+        while end is not None and end.parent is not None:
+            if end is lease.node:
+                nodes = on_device
+            nodes.append(end)
+            end = end.parent
+        self._wake(lease.session, request, self._grant(lease, num_fresh, on_device[::-1], on_host[::-1]))
+
+    # -- inside: committing ----------------------------------------------------------------------------------
+
+    def _pump(self, s: Session) -> None:
+        """Apply the session's operations whose tickets are done, in order."""
+        queue = s.queue
+        while queue:
+            op = queue[0]
+            if s.events.get(op.ticket, 0) != s.all_shards:
+                return
+            lease = op.lease
+            if lease is not None and lease.load is not None:
+                return  # its own copy still writes these pages
+            queue.popleft()
+            del s.events[op.ticket]
+            s.last_done = op.ticket
+            if op.seen and s.with_duplicates:
+                self._drop_duplicates(s, op.seen)
+            if lease is None:
+                continue
+            assert op.request is not None
+            if op.release:
+                self._give_back(lease)
+                self._wake(s, op.request, Released(lease.id))
+            elif lease.failed:
+                self._wake(s, op.request, TransferError("the lease's load-back failed: abort it and acquire anew"))
+            else:
+                self._wake(s, op.request, self._commit(lease, op.num_pages))
+
+    def _commit(self, lease: Lease, num_pages: int) -> Committed:
+        s = lease.session
+        self.counters["commits"] += 1
+        duplicates = self._adopt(lease, num_pages)
+        if len(self.pools) > HOST and lease.node is not None:
+            self._back_up(lease.node)
+        s.num_replies += 1
+        reply = s.num_replies
+        if duplicates:
+            lease.duplicates.append((reply, duplicates))
+        for i, (number, slots) in enumerate(lease.duplicates):
+            if number == 0:  # found by a load-back; this is the first answer that can say so
+                lease.duplicates[i] = (reply, slots)
+        if lease.duplicates:
+            s.with_duplicates[lease.id] = lease
+        first = lease.reported
+        lease.reported = max(first, lease.committed)
+        return Committed(
+            lease.id,
+            lease.committed * self.config.page_size,
+            first,
+            lease.slots[first * SLOT_BYTES : lease.committed * SLOT_BYTES],
+            len(duplicates) // SLOT_BYTES,
+            reply,
+        )
+
+    def _adopt(self, lease: Lease, num_pages: int) -> bytes:
+        """Give the lease's pages up to `num_pages` to the tree; the slots that the tree already had better ones for.
+
+        One rule: where the tree has a ready cell, keep it; where it has none, adopt the newcomer's. The lease's pin
+        moves to the new end.
+        """
+        if num_pages <= lease.committed:
+            return b""
+        page_bytes = self.page_bytes
+        tree, pool = self.tree, self.pools[DEVICE]
+        start, end = lease.committed * page_bytes, num_pages * page_bytes
+        key = lease.tokens
+        slots = lease.slots
+        before = lease.node
+        node = before if before is not None else self._space(lease.namespace).root
+        canonical = [slots[: lease.committed * SLOT_BYTES]]
+        duplicates: list[bytes] = []
+        changed: list[Node] = []
+        while start < end:
+            at = start // page_bytes * SLOT_BYTES
+            child = tree.child(node, key, start)
+            if child is None:
+                node = tree.add(node, key[start:end])
+                mine = slots[at : num_pages * SLOT_BYTES]
+                node.cells[DEVICE] = mine
+                changed.append(node)
+                canonical.append(mine)
+                break
+            if not (start + len(child.key) <= end and key.startswith(child.key, start)):
+                child = tree.split(child, tree.common_pages(child.key, key, start, end))
+            start += len(child.key)
+            mine = slots[at : start // page_bytes * SLOT_BYTES]
+            run = child.cells[DEVICE]
+            if run is None:
+                child.cells[DEVICE] = mine
+                changed.append(child)
+                canonical.append(mine)
+            else:
+                duplicates.append(mine)
+                canonical.append(run)
+            node = child
+        tree.pin(DEVICE, node, before)
+        lease.node = node
+        given = num_pages - lease.committed
+        lost = sum(map(len, duplicates)) // SLOT_BYTES
+        pool.leased -= given - lost
+        pool.cached += given - lost
+        self.counters["committed_pages"] += given - lost
+        self.counters["duplicate_pages"] += lost
+        lease.committed = num_pages
+        canonical.append(slots[num_pages * SLOT_BYTES :])
+        lease.slots = b"".join(canonical)
+        for each in changed:
+            self._change(DEVICE, each, True, lease.session_id)
+        return b"".join(duplicates)
+
+    def _drop_duplicates(self, s: Session, seen: int) -> None:
+        """Pages of which the session has read, before the event that is done now, that there are better ones."""
+        pool = self.pools[DEVICE]
+        for lease in list(s.with_duplicates.values()):
+            kept = []
+            for number, slots in lease.duplicates:
+                if 0 < number <= seen:
+                    pool.leased -= len(slots) // SLOT_BYTES
+                    pool.give(slots)
+                else:
+                    kept.append((number, slots))
+            lease.duplicates = kept
+            if not kept:
+                del s.with_duplicates[lease.id]
+
+    # -- inside: giving back ---------------------------------------------------------------------------------
+
+    def _give_back(self, lease: Lease) -> None:
+        """Exactly what it took: its own slots to the free list, its pins let go. The end of every lease."""
+        s = lease.session
+        pool = self.pools[DEVICE]
+        own = lease.own_slots
+        if s.ended:
+            pool.fenced -= len(own) // SLOT_BYTES
+        else:
+            pool.leased -= len(own) // SLOT_BYTES
+        pool.give(own)
+        tree = self.tree
+        if len(self.pools) > HOST:
+            tree.unpin(HOST, lease.host_node)
+        if lease.node is not None:
+            tree.unpin(DEVICE, lease.node)
+            tree.merge(lease.node, MERGE_LIMIT)
+        del self.leases[lease.id]
+        del s.leases[lease.id]
+        s.with_duplicates.pop(lease.id, None)
+
+    def _settle(self, s: Session) -> None:
+        """Give back what an ended session no longer uses."""
+        if s.gone == s.all_shards:
+            s.queue.clear()
+            for lease in list(s.leases.values()):
+                if lease.load is None:
+                    self._give_back(lease)
+        else:
+            for op in list(s.queue):
+                held = op.lease
+                assert held is not None
+                done = s.events.get(op.ticket, 0) | s.gone
+                if done == s.all_shards and held.load is None:
+                    s.queue.remove(op)
+                    self._give_back(held)
+        if s.gone == s.all_shards and not s.leases:
+            del self.sessions[s.id]
+
+    def _unpin(self, s: Session, owner: str) -> int:
+        pins = s.pins.pop(owner, [])
+        self._let_go(pins)
+        return sum(pin.num_pages for pin in pins)
+
+    def _let_go(self, pins: list[Pin]) -> None:
+        for pin in pins:
+            for c in reversed(range(len(pin.nodes))):
+                self.tree.unpin(c, pin.nodes[c])
+
+    def _pinned_pages(self) -> int:
+        return sum(pin.num_pages for s in self.sessions.values() for pins in s.pins.values() for pin in pins)
+
+    # -- inside: presence ------------------------------------------------------------------------------------
+
+    def _change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
+        """The node's pages are in this tier from now on, or are no longer. The one place that says so."""
+        self.version += 1
+        log = self.log
+        if log is None:
+            return
+        if not node.space.published:
+            self.counters["unpublished_pages"] += len(node.key) // self.page_bytes
+        elif present:
+            log.stored(node, Tier(c), session_id)
+        else:
+            log.removed(node, Tier(c))
+
+    def _evict(self, c: int, num_pages: int) -> bool:
+        """Evict, least recently used first, until `num_pages` are free; False: a slice was used up before."""
+        pool = self.pools[c]
+        left = self.config.evict_slice
+        while pool.free < num_pages:
+            if left == 0:
+                return False
+            left -= 1
+            node = self.tree.oldest(c)
+            assert node is not None, f"nothing to evict: {pool}, {num_pages} wanted"
+            self._drop(c, node)
+        return True
+
+    def _drop(self, c: int, node: Node) -> None:
+        """Take an unlocked cell from a node, which has no descendant with one; the node goes with its last cell."""
+        tree, pool = self.tree, self.pools[c]
+        run = node.cells[c]
+        self._change(c, node, False)
+        tree.unlink(c, node)
+        node.cells[c] = None
+        pages = len(run) // SLOT_BYTES
+        pool.cached -= pages
+        pool.give(run)
+        counters = self.counters
+        counters["evicted_nodes"] += 1
+        counters["evicted_device_pages" if c == DEVICE else "evicted_host_pages"] += pages
+        for other in range(len(self.pools)):
+            if node.cells[other] is not None:
+                if c == DEVICE:
+                    counters["demoted_pages"] += pages
+                return
+        parent = node.parent
+        assert parent is not None
+        tree.remove(node)
+        if type(parent.children) is Node and parent.parent is not None:
+            tree.merge(parent.children, 1)
+
+    def _space(self, namespace: Namespace) -> Space:
+        space = self.tree.spaces.get(namespace)
+        if space is None:
+            # A router tells namespaces apart by lora and salt only; of others it is told nothing.
+            published = namespace.extra_key is None
+            space = Space(namespace, hashing.seed(namespace) if self.log is not None else b"", published)
+            self.tree.spaces[namespace] = space
+        return space
+
+    # -- inside: the second tier -----------------------------------------------------------------------------
+
+    def _back_up(self, end: Node) -> None:
+        """Write through what of the path to `end` is not on the host, parents first, as far as there is room.
+
+        What is skipped is counted, and tried again when a commit next passes over it.
+        """
+        tree, pool = self.tree, self.pools[HOST]
+        chain: list[Node] = []
+        node = end
+        while node.parent is not None and node.cells[HOST] is None:
+            chain.append(node)
+            node = node.parent
+        if not chain:
+            return
+        chain.reverse()
+        backed = node
+        tree.pin(HOST, backed)  # or room would be made by evicting what the copy hangs on
+        room = pool.free + pool.evictable
+        need = count = 0
+        for each in chain:
+            pages = len(each.key) // self.page_bytes
+            if need + pages > room:
+                break
+            need += pages
+            count += 1
+        if count and not self._evict(HOST, need):
+            need = count = 0
+            for each in chain:
+                pages = len(each.key) // self.page_bytes
+                if need + pages > pool.free:
+                    break
+                need += pages
+                count += 1
+        skipped = sum(len(each.key) for each in chain[count:]) // self.page_bytes
+        if skipped:
+            self.counters["backup_pages_skipped"] += skipped
+        if not count:
+            tree.unpin(HOST, backed)
+            return
+        del chain[count:]
+        slots = pool.take(need)
+        pool.cached += need
+        at = 0
+        for each in chain:
+            size = len(each.key) // self.page_bytes * SLOT_BYTES
+            each.cells[HOST] = slots[at : at + size]
+            each.writing |= 1 << HOST
+            at += size
+        last = chain[-1]
+        tree.pin(HOST, last, backed)
+        tree.pin(DEVICE, last)
+        ticket = Ticket(TicketId(self._id()), Tier.HOST, last, need, None)
+        self.writes.append(ticket)
+        self.counters["backup_pages"] += need
+        source = b"".join([each.cells[DEVICE] for each in chain])
+        self._effects.append(Copy(ticket.id, self.resources[HOST].name, Tier.DEVICE, Tier.HOST, source, slots, None))
+
+    def _sent(self, ticket: Ticket) -> list[Node]:
+        """The nodes that now make up the range that was sent, parents first: splits may have made more of them."""
+        nodes = []
+        left = ticket.num_pages
+        node = ticket.end
+        while left:
+            assert node is not None
+            nodes.append(node)
+            left -= len(node.key) // self.page_bytes
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def _written(self, ticket: Ticket) -> None:
+        """A write-through's ack, in the order of sending."""
+        tree, pool = self.tree, self.pools[HOST]
+        assert ticket.end is not None
+        if ticket.cancelled:
+            pool.fenced -= len(ticket.fenced) // SLOT_BYTES
+            pool.give(ticket.fenced)
+        elif ticket.ok:
+            for node in self._sent(ticket):
+                node.writing &= ~(1 << HOST)
+                self._change(HOST, node, True)
+            tree.unpin(HOST, ticket.end)
+        else:
+            self.counters["backups_failed"] += 1
+            nodes = self._sent(ticket)
+            # What was sent later and hangs on these has no parent on the host now: it goes too, its target slots
+            # fenced until its own copy is over.
+            for later in reversed(self.writes):
+                if not later.cancelled and self._hangs_on(later, nodes[-1], nodes):
+                    later.cancelled = True
+                    later.fenced = self._unwrite(later)
+                    pool.fenced += len(later.fenced) // SLOT_BYTES
+            pool.give(self._unwrite(ticket))
+        tree.unpin(DEVICE, ticket.end)
+        tree.merge(ticket.end, MERGE_LIMIT)
+
+    def _hangs_on(self, ticket: Ticket, last: Node, nodes: list[Node]) -> bool:
+        node = ticket.end
+        while node is not None:
+            if node in nodes:
+                return True
+            node = node.parent
+        return False
+
+    def _unwrite(self, ticket: Ticket) -> bytes:
+        """Take the cells of a copy that came to nothing; nobody was told of them. Their slots, no longer counted."""
+        tree, pool = self.tree, self.pools[HOST]
+        tree.unpin(HOST, ticket.end)
+        runs = []
+        for node in reversed(self._sent(ticket)):
+            node.writing &= ~(1 << HOST)
+            tree.unlink(HOST, node)
+            runs.append(node.cells[HOST])
+            node.cells[HOST] = None
+        slots = b"".join(runs)
+        pool.cached -= len(slots) // SLOT_BYTES
+        return slots
+
+    def _loaded(self, ticket: Ticket, ok: bool) -> None:
+        """A load-back's ack: its pages are the tree's if the lease still stands."""
+        lease = ticket.lease
+        assert lease is not None
+        lease.load = None
+        s = lease.session
+        if not ok:
+            self.counters["loads_failed"] += 1
+            lease.failed = True
+        elif not s.ended:
+            duplicates = self._adopt(lease, lease.committed + ticket.num_pages)
+            if duplicates:
+                lease.duplicates.append((0, duplicates))
+        if s.ended:
+            self._settle(s)
+        else:
+            self._pump(s)
+
+    # -- inside: long work, small things ------------------------------------------------------------------------
+
+    def _clear_slice(self) -> None:
+        job = self._clearing[0]
+        c = job[0]
+        left = self.config.evict_slice
+        pool = self.pools[c]
+        while job[1] > 0 and left:
+            node = self.tree.oldest(c)
+            if node is None:
+                job[1] = 0
+                break
+            left -= 1
+            before = pool.cached
+            self._drop(c, node)
+            job[1] -= before - pool.cached
+        if job[1] <= 0:
+            self._clearing.pop(0)
+
+    def _bury(self) -> None:
+        """Take a dropped tree apart, a slice at a time: no cycle is left, and no cascade of deallocation."""
+        graves = self._graves
+        for _ in range(self.config.evict_slice):
+            if not graves:
+                return
+            node = graves.pop()
+            graves.extend(self.tree.children(node))
+            node.parent = node.children = None
+            node.cells = []
+            node.space = self.tree.nowhere
+
+    def _id(self) -> int:
+        number = self._next_id
+        self._next_id = number + 1
+        return number
+
+    def _session(self, session: SessionId) -> Session:
+        s = self.sessions.get(session)
+        if s is None:
+            raise UnknownSession(f"there is no session {session}", session=session)
+        if s.ended:
+            raise SessionEnded("the session ended: a member died or left; close this client and attach anew")
+        return s
+
+    def _lease(self, s: Session, lease: LeaseId) -> Lease:
+        held = s.leases.get(lease)
+        if held is None or held.releasing or held.waiting:
+            raise UnknownLease(f"lease {lease} was released or is not this session's", lease=lease)
+        return held
+
+    def _ticket(self, s: Session, ticket: int) -> None:
+        if ticket <= s.last_ticket:
+            raise BadRequest(f"ticket {ticket} after {s.last_ticket}: numbers rise", ticket=ticket, last=s.last_ticket)
+        s.last_ticket = ticket
+
+    def _wake(self, s: Session, request: int, result: Grant | Committed | Released | SglcacheError) -> None:
+        self._effects.append(Wake(s.id, request, result))
+
+
+__all__ = ["DEVICE", "HOST", "DumpedNode", "Index", "IndexConfig", "IndexStats", "Peeked", "PoolStats", "Publish"]

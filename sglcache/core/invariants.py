@@ -1,0 +1,188 @@
+"""The proof of an index: every violation of laws 4 and 5 and of the tree's own, in words; none is a sound index.
+
+It walks everything and trusts no counter. A live daemon runs it on demand (`sglcache status`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from sglcache.core.index import DEVICE, HOST, Index
+from sglcache.core.leases import Ticket
+from sglcache.core.tree import Node
+from sglcache.units import Tier
+
+
+def check(index: Index) -> list[str]:
+    """Every violation found."""
+    found: list[str] = []
+    for _ in slices(index, found, 1 << 62):
+        pass
+    return found
+
+
+def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[None]:
+    """`check` in slices of `max_nodes`; what it finds is appended. Worth something only if `version` held still."""
+    tree = index.tree
+    C = tree.C  # noqa: N806
+    owned: list[list[bytes]] = [[] for _ in range(C)]  # slots by owner, per cell
+    cached = [0] * C
+    locked = [0] * C
+    unlocked = [0] * C
+    num_nodes = 0
+    expected = _expected_locks(index, found)
+    order = [_order(index, c, found) for c in range(C)]
+    for node in tree.nodes():
+        num_nodes += 1
+        pages, rest = divmod(len(node.key), tree.page_bytes)
+        if rest or not pages:
+            found.append(f"{node!r}: run of {len(node.key)} bytes is not whole pages")
+        parent = node.parent
+        assert parent is not None
+        if tree.child(parent, node.key, 0) is not node:
+            found.append(f"{node!r}: its parent does not know it")
+        if all(node.cells[c] is None for c in range(C)):
+            found.append(f"{node!r}: present nowhere")
+        if node.hashes is not None:
+            size = (
+                len(node.hashes) / index.hasher.size
+                if isinstance(node.hashes, bytes)
+                else node.hashes.stop - node.hashes.start
+            )
+            if size != pages:
+                found.append(f"{node!r}: {size} digests for {pages} pages")
+        for c in range(C):
+            run, lock = node.cells[c], node.cells[C + c]
+            want = expected[c].pop(node, 0)
+            if lock != want:
+                found.append(f"{node!r}: {Tier(c).name} lock_ref {lock}, {want} hold it")
+            if (node in order[c]) is not (run is not None and lock == 0):
+                found.append(f"{node!r}: {Tier(c).name} eviction list and lock_ref {lock} disagree")
+            if run is None:
+                if lock:
+                    found.append(f"{node!r}: absent from {Tier(c).name} and locked")
+                continue
+            owned[c].append(run)
+            if len(run) != 4 * pages:
+                found.append(f"{node!r}: {len(run) // 4} {Tier(c).name} slots for {pages} pages")
+            cached[c] += pages
+            locked[c] += pages if lock else 0
+            unlocked[c] += 0 if lock else pages
+            if parent.parent is not None:
+                if parent.cells[c] is None:
+                    found.append(f"{node!r}: in {Tier(c).name} without its parent")
+                elif not lock and not parent.cells[C + c] and order[c][parent] < order[c][node]:
+                    found.append(f"{node!r}: evicted from {Tier(c).name} after its parent")
+                if parent.writing >> c & 1 and not node.writing >> c & 1:
+                    found.append(f"{node!r}: ready in {Tier(c).name} before its parent")
+        if num_nodes % max_nodes == 0:
+            yield
+    if num_nodes != tree.num_nodes:
+        found.append(f"{num_nodes} nodes, counted {tree.num_nodes}")
+    for c in range(C):
+        for node, count in expected[c].items():
+            found.append(f"{node!r}: {count} hold it in {Tier(c).name}, and it is not in the tree")
+    leased = fenced = 0
+    for lease in index.leases.values():
+        own = lease.own_slots
+        owned[DEVICE].append(own)
+        if lease.session.ended:
+            fenced += len(own) // 4
+        else:
+            leased += len(own) // 4
+        if lease.session.leases.get(lease.id) is not lease:
+            found.append(f"{lease!r}: its session does not know it")
+    _compare(found, "DEVICE leased", index.pools[DEVICE].leased, leased)
+    _compare(found, "DEVICE fenced", index.pools[DEVICE].fenced, fenced)
+    if C > HOST:
+        held = [ticket.fenced for ticket in index.writes]
+        owned[HOST] += held
+        _compare(found, "HOST fenced", index.pools[HOST].fenced, sum(map(len, held)) // 4)
+        _compare(found, "HOST leased", index.pools[HOST].leased, 0)
+    for c, pool in enumerate(index.pools):
+        name = Tier(c).name
+        _compare(found, f"{name} cached", pool.cached, cached[c])
+        _compare(found, f"{name} locked", pool.locked, locked[c])
+        total = pool.free + pool.fenced + pool.leased + pool.cached
+        if total != pool.total:
+            found.append(f"{name}: {pool!r} adds up to {total}")
+        every = np.frombuffer(b"".join([*owned[c], pool.free_slots()]), "<i4")
+        if every.size and (every.min() < 0 or every.max() >= pool.total):
+            found.append(f"{name}: a slot outside 0..{pool.total - 1}")
+        elif not np.array_equal(np.bincount(every, minlength=pool.total), np.ones(pool.total, np.int64)):
+            counts = np.bincount(every, minlength=pool.total)
+            found.append(
+                f"{name}: slots held twice {np.flatnonzero(counts > 1)[:8].tolist()}, "
+                f"held by nobody {np.flatnonzero(counts == 0)[:8].tolist()}"
+            )
+
+
+def _compare(found: list[str], what: str, counted: int, seen: int) -> None:
+    if counted != seen:
+        found.append(f"{what}: counted {counted}, there are {seen}")
+
+
+def _expected_locks(index: Index, found: list[str]) -> list[dict[Node, int]]:
+    """lock_ref of every locked node, from those who hold it: leases, pins and copies."""
+    expected: list[dict[Node, int]] = [{} for _ in index.pools]
+
+    def hold(c: int, node: Node | None) -> None:
+        while node is not None and node.parent is not None:
+            expected[c][node] = expected[c].get(node, 0) + 1
+            node = node.parent
+
+    for lease in index.leases.values():
+        hold(DEVICE, lease.node)
+        if len(index.pools) > HOST:
+            hold(HOST, lease.host_node)
+        _depth(index, found, lease.committed, lease.node, lambda lease=lease: repr(lease))  # type: ignore[misc]
+    for session in index.sessions.values():
+        for pins in session.pins.values():
+            for pin in pins:
+                for c, node in enumerate(pin.nodes):
+                    hold(c, node)
+    for ticket in index.writes:
+        hold(DEVICE, ticket.end)
+        if not ticket.cancelled:
+            hold(HOST, ticket.end)
+            _range(index, found, ticket)
+    return expected
+
+
+def _depth(index: Index, found: list[str], pages: int, node: Node | None, name: Callable[[], str]) -> None:
+    depth = 0
+    while node is not None and node.parent is not None:
+        depth += len(node.key) // index.page_bytes
+        node = node.parent
+    if depth != pages:
+        found.append(f"{name()}: {pages} pages committed, its pin is {depth} deep")
+
+
+def _range(index: Index, found: list[str], ticket: Ticket) -> None:
+    left, node = ticket.num_pages, ticket.end
+    while left > 0 and node is not None and node.parent is not None:
+        if not node.writing >> HOST & 1:
+            found.append(f"ticket {ticket.id}: {node!r} is in its range and not being written")
+        left -= len(node.key) // index.page_bytes
+        node = node.parent
+    if left:
+        found.append(f"ticket {ticket.id}: its range of {ticket.num_pages} pages is off by {left}")
+
+
+def _order(index: Index, c: int, found: list[str]) -> dict[Node, int]:
+    """The eviction list of a cell, oldest first, and that it is linked both ways."""
+    C = index.tree.C  # noqa: N806
+    end = index.tree.ends[c]
+    order: dict[Node, int] = {}
+    before, node = end, end.cells[3 * C + c]
+    while node is not end:
+        if node in order:
+            found.append(f"{Tier(c).name} eviction list runs in a circle at {node!r}")
+            break
+        if node.cells[2 * C + c] is not before:
+            found.append(f"{Tier(c).name} eviction list is broken before {node!r}")
+        order[node] = len(order)
+        before, node = node, node.cells[3 * C + c]
+    return order

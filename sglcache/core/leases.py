@@ -1,0 +1,142 @@
+"""Who holds what: sessions, their leases and tickets, and pins. Plain records; `index.py` moves them.
+
+A lease goes one way: (waiting for room) → live → releasing → gone, or at any point, when its session ends,
+→ fenced → gone. What it owns is counted in the device pool as leased, from the session's end on as fenced; it comes
+back in one place (`Index._give_back`), exactly once, whichever way led there (law 9).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from sglcache.core.key import Namespace
+from sglcache.core.slots import SLOT_BYTES
+from sglcache.core.tree import Node
+from sglcache.units import LeaseId, SessionId, TicketId, Tier
+
+
+class Lease:
+    """A runner's claim on a page table: a pinned cached prefix, then pages of its own."""
+
+    __slots__ = (
+        "committed",
+        "duplicates",
+        "extending",
+        "failed",
+        "host_node",
+        "id",
+        "load",
+        "namespace",
+        "node",
+        "releasing",
+        "reported",
+        "session",
+        "session_id",
+        "slots",
+        "tokens",
+        "waiting",
+    )
+
+    def __init__(self, id: LeaseId, session: Session, namespace: Namespace, tokens: bytes) -> None:
+        self.id = id
+        self.session = session
+        self.namespace = namespace
+        self.tokens = tokens  # uint32 little-endian
+        self.session_id: str | None = None  # of the request, for the events; nothing else looks at it
+        self.slots = b""  # int32 [num_pages]: the page table as the runner last heard it
+        self.node: Node | None = None  # where the device pin ends, `committed` pages deep; None: at the root
+        self.host_node: Node | None = None  # where the host pin ends
+        self.committed = 0  # pages from here on are the lease's own
+        self.reported = 0  # pages whose canonical slots the runner knows
+        self.duplicates: list[tuple[int, bytes]] = []  # (number of the reply that named better ones, slots)
+        self.load: Ticket | None = None
+        self.failed = False  # the load-back went wrong: what was computed on it must not be committed
+        self.waiting = False  # for room: it has a pin and no page yet
+        self.extending = False  # for room for more of them
+        self.releasing = False
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.slots) // SLOT_BYTES
+
+    @property
+    def own_slots(self) -> bytes:
+        """Every slot that the lease owns and the tree does not."""
+        return b"".join([self.slots[self.committed * SLOT_BYTES :], *[slots for _, slots in self.duplicates]])
+
+    def __repr__(self) -> str:
+        return f"Lease({self.id}, {len(self.tokens) // 4} tokens, {self.committed} of {self.num_pages} pages committed)"
+
+
+class Operation:
+    """A commit or release that waits for its ticket, in its session's order."""
+
+    __slots__ = ("lease", "num_pages", "release", "request", "seen", "ticket")
+
+    def __init__(
+        self, request: int, lease: Lease | None, ticket: int, seen: int, num_pages: int, *, release: bool
+    ) -> None:
+        self.request: int | None = request
+        self.lease = lease  # None: it was discarded, and only its ticket is waited for
+        self.ticket = ticket
+        self.seen = seen
+        self.num_pages = num_pages
+        self.release = release
+
+
+class Session:
+    """One runner: a scheduler's commands in order, and `num_shards` members whose events complete them."""
+
+    __slots__ = (
+        "all_shards",
+        "ended",
+        "events",
+        "gone",
+        "id",
+        "last_done",
+        "last_ticket",
+        "leases",
+        "num_replies",
+        "pins",
+        "queue",
+        "with_duplicates",
+    )
+
+    def __init__(self, id: SessionId, num_shards: int) -> None:
+        self.id = id
+        self.all_shards = (1 << num_shards) - 1
+        self.events: dict[int, int] = {}  # ticket → mask of the shards whose event is done
+        self.last_ticket = -1  # the highest number sent
+        self.last_done = -1  # the highest number applied
+        self.queue: deque[Operation] = deque()
+        self.leases: dict[LeaseId, Lease] = {}
+        self.with_duplicates: dict[LeaseId, Lease] = {}
+        self.pins: dict[str, list[Pin]] = {}
+        self.num_replies = 0
+        self.ended = False
+        self.gone = 0  # mask of the shards whose uses are over for good
+
+
+class Pin(NamedTuple):
+    """What an owner keeps from eviction until `expires_at`, on the caller's clock."""
+
+    nodes: tuple[Node | None, ...]  # per cell, where the pin ends
+    expires_at: float
+    num_pages: int
+
+
+class Ticket:
+    """A copy of ours on its way. It pins both tiers' paths; `end` and `num_pages` name the range that was sent."""
+
+    __slots__ = ("cancelled", "dst", "end", "fenced", "id", "lease", "num_pages", "ok")
+
+    def __init__(self, id: TicketId, dst: Tier, end: Node | None, num_pages: int, lease: Lease | None) -> None:
+        self.id = id
+        self.dst = dst
+        self.end = end
+        self.num_pages = num_pages
+        self.lease = lease
+        self.ok: bool | None = None  # the ack, once it came
+        self.cancelled = False
+        self.fenced = b""  # target slots of a cancelled copy that is still being written

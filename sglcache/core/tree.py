@@ -1,0 +1,361 @@
+"""The prefix tree: nodes, their cells, splitting, merging, locks, and the order of eviction.
+
+A node is an edge-compressed run of pages of one namespace. It carries one cell per (resource, tier), kept in one
+flat list, `cells`, of four strides of C (the number of cells):
+
+    cells[c]        the slots, packed int32; None: absent
+    cells[C + c]    lock_ref
+    cells[2C + c]   the neighbour towards the older end of the eviction list; None: not in the list
+    cells[3C + c]   the neighbour towards the fresher end
+
+A list and no Cell objects: half the memory, and one attribute lookup for a node's whole state. `writing` is a bit
+mask of cells whose bytes a copy of ours is still bringing.
+
+The laws of this file:
+
+* Presence is prefix-closed in each cell: a node with a cell has it on every ancestor. A pin locks a whole path.
+* The eviction list of a cell holds exactly its unlocked nodes that have it, least recently used first. A lock
+  0→1 unlinks, 1→0 appends, always from the leaf to the root: so a child stands before its parent, and the head
+  is a leaf. No heap, no clock, no set of leaves.
+* A split is silent. The tail keeps its identity, so whoever holds (end node, number of pages) need not be told;
+  the head is as old as the tail and stands right behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from sglcache.core.key import Namespace, common_bytes
+from sglcache.core.slots import SLOT_BYTES, SlotPool
+
+if TYPE_CHECKING:
+    from sglcache.core.eventlog import Hashes
+    from sglcache.core.resources import Resource
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Node:
+    """A run of pages under one parent."""
+
+    __slots__ = ("cells", "children", "hashes", "key", "parent", "space", "writing")
+
+    def __init__(self, space: Space, parent: Node | None, key: bytes, cells: list[Any]) -> None:
+        self.space = space
+        self.parent = parent  # None: a namespace's root, which has no cells
+        self.key = key  # uint32 little-endian, whole pages
+        # None, a lone child itself, or a table by first page: most nodes have one child, and need no hash for it.
+        self.children: Node | dict[bytes, Node] | Fanout[bytes, Node] | None = None
+        self.cells = cells
+        self.writing = 0
+        self.hashes: Hashes | None = None
+
+    def __repr__(self) -> str:
+        return f"Node({len(self.key) // 4} tokens, cells={self.cells[: len(self.cells) // 4]})"
+
+
+class Space:
+    """One namespace: its root, and what its pages' hashes begin with."""
+
+    __slots__ = ("namespace", "published", "root", "seed")
+
+    def __init__(self, namespace: Namespace, seed: bytes, published: bool) -> None:
+        self.namespace = namespace
+        self.seed = seed
+        self.published = published
+        self.root = Node(self, None, b"", [])
+
+
+class Fanout(Generic[K, V]):
+    """A dict in 256 parts: growing a flat one of a million keys stalls for 50 ms, a part of it for 0.2."""
+
+    __slots__ = ("_count", "_parts")
+
+    def __init__(self, items: dict[K, V]) -> None:
+        self._parts: list[dict[K, V]] = [{} for _ in range(256)]
+        self._count = 0
+        for key, value in items.items():
+            self[key] = value
+
+    def get(self, key: K) -> V | None:
+        return self._parts[hash(key) & 255].get(key)
+
+    def __setitem__(self, key: K, value: V) -> None:
+        part = self._parts[hash(key) & 255]
+        self._count += key not in part
+        part[key] = value
+
+    def __delitem__(self, key: K) -> None:
+        del self._parts[hash(key) & 255][key]
+        self._count -= 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def values(self) -> Iterator[V]:
+        for part in self._parts:
+            yield from part.values()
+
+
+FANOUT = 2048  # a table of children larger than this is a Fanout
+
+
+class Tree:
+    """The nodes of all namespaces, with one pool and one eviction list per cell.
+
+    `resources[c]` answers for cell c. Nothing here emits an event or frees a slot: the caller changes presence.
+    """
+
+    def __init__(self, page_bytes: int, resources: list[Resource], pools: list[SlotPool]) -> None:
+        self.page_bytes = page_bytes
+        self.resources = resources
+        self.pools = pools
+        self.C = len(pools)
+        self.spaces: Fanout[Namespace, Space] = Fanout({})
+        self.num_nodes = 0
+        self.num_splits = self.num_merges = 0
+        self.nowhere = nowhere = Space(Namespace(), b"", False)  # what dropped roots belong to
+        # A ring per cell through one sentinel: next of it is the oldest, prev of it the freshest.
+        self.ends = [Node(nowhere, None, b"", [None, 1, None, None] * self.C) for _ in pools]
+        self.reset_lists()
+
+    def reset_lists(self) -> None:
+        for c, end in enumerate(self.ends):
+            end.cells = [None] * (4 * self.C)
+            end.cells[2 * self.C + c] = end.cells[3 * self.C + c] = end
+
+    # -- children -----------------------------------------------------------------------------------------
+
+    def child(self, node: Node, key: bytes, start: int) -> Node | None:
+        """The child whose first page is `key[start : start + page_bytes]`."""
+        children = node.children
+        if children is None:
+            return None
+        page_bytes = self.page_bytes
+        if type(children) is Node:
+            # startswith on the child's whole run is the common case and needs no slice
+            if key.startswith(children.key, start) or children.key.startswith(key[start : start + page_bytes]):
+                return children
+            return None
+        return children.get(key[start : start + page_bytes])  # type: ignore[union-attr]
+
+    def children(self, node: Node) -> Iterator[Node]:
+        children = node.children
+        if children is None:
+            return
+        if type(children) is Node:
+            yield children
+        else:
+            yield from children.values()  # type: ignore[union-attr]
+
+    def add(self, parent: Node, key: bytes) -> Node:
+        """A new node without any cell under `parent`, which has no child that starts alike."""
+        node = Node(parent.space, parent, key, [None] * self.C + [0] * self.C + [None] * (2 * self.C))
+        children = parent.children
+        if children is None:
+            parent.children = node
+        else:
+            page_bytes = self.page_bytes
+            if type(children) is Node:
+                children = parent.children = {children.key[:page_bytes]: children}
+            elif len(children) == FANOUT and type(children) is dict:  # type: ignore[arg-type]
+                children = parent.children = Fanout(children)
+            children[key[:page_bytes]] = node  # type: ignore[index]
+        self.num_nodes += 1
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Take out a node that has no cell, lock or child left."""
+        parent = node.parent
+        assert parent is not None
+        assert node.children is None
+        children = parent.children
+        if type(children) is Node:
+            parent.children = None
+        else:
+            del children[node.key[: self.page_bytes]]  # type: ignore[union-attr, index]
+            if len(children) == 1:  # type: ignore[arg-type]
+                parent.children = next(iter(children.values()))  # type: ignore[union-attr]
+        node.parent = None
+        self.num_nodes -= 1
+        if parent.parent is None and parent.children is None:
+            del self.spaces[node.space.namespace]
+            parent.space = self.nowhere  # root and space refer to each other: nothing is left for the collector
+
+    # -- structure ----------------------------------------------------------------------------------------
+
+    def common_pages(self, run: bytes, key: bytes, start: int, end: int) -> int:
+        """Bytes, whole pages, in which a node's run agrees with `key[start:end]`."""
+        same = common_bytes(run, key, start, end)
+        return same - same % self.page_bytes
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut `node` at byte `at` of its run, a page's end inside it; the new upper half. Emits nothing.
+
+        Pins, slot slices, hashes and what is being written go to both halves.
+        """
+        parent = node.parent
+        assert parent is not None
+        assert 0 < at < len(node.key), f"split at {at} of {len(node.key)}"
+        C = self.C  # noqa: N806
+        cells = node.cells
+        head = Node(node.space, parent, node.key[:at], [None] * C + cells[C : 2 * C] + [None] * (2 * C))
+        node.key = node.key[at:]
+        num_pages = at // self.page_bytes
+        children = parent.children
+        if type(children) is Node:
+            parent.children = head
+        else:
+            children[head.key[: self.page_bytes]] = head  # type: ignore[index]
+        head.children = node
+        node.parent = head
+        head.writing = node.writing
+        for c in range(C):
+            run = cells[c]
+            if run is None:
+                continue
+            head.cells[c], cells[c] = self.resources[c].split(run, num_pages)
+            fresher = cells[3 * C + c]
+            if fresher is not None:
+                cells[3 * C + c] = head
+                head.cells[2 * C + c] = node
+                head.cells[3 * C + c] = fresher
+                fresher.cells[2 * C + c] = head
+        hashes = node.hashes
+        if hashes is None:
+            pass
+        elif isinstance(hashes, bytes):
+            cut = len(hashes) // ((len(node.key) + at) // self.page_bytes) * num_pages
+            head.hashes, node.hashes = hashes[:cut], hashes[cut:]
+        else:
+            middle = hashes.start + num_pages
+            head.hashes = hashes._replace(stop=middle)
+            node.hashes = hashes._replace(start=middle)
+            hashes.chain.nodes.append(head)
+        self.num_nodes += 1
+        self.num_splits += 1
+        return head
+
+    def merge(self, node: Node, limit: int = 16) -> int:
+        """Join `node` with the ancestors that differ from it in nothing, at most `limit` of them; how many.
+
+        A parent is joined if `node` is its only child, their cells are alike, nothing locks or writes either, and
+        it stands right behind `node` in every eviction list: then nobody can tell the two from one. Silent.
+        """
+        C = self.C  # noqa: N806
+        cells = node.cells
+        if node.writing or any(cells[C : 2 * C]):
+            return 0
+        digests = type(node.hashes)
+        chain = [node]
+        low = node
+        while len(chain) <= limit:
+            up = low.parent
+            if up is None or up.parent is None or up.children is not low:
+                break
+            if up.writing or type(up.hashes) is not digests:
+                break
+            above, below = up.cells, low.cells
+            if any(above[C : 2 * C]) or any(
+                (above[c] is None) is not (below[c] is None) or (above[c] is not None and below[3 * C + c] is not up)
+                for c in range(C)
+            ):
+                break
+            chain.append(up)
+            low = up
+        if len(chain) == 1 or (node.hashes is not None and not isinstance(node.hashes, bytes)):
+            return 0
+        top = chain[-1]
+        chain.reverse()
+        old_first = top.key[: self.page_bytes]
+        parent = top.parent
+        assert parent is not None
+        for c in range(C):
+            if cells[c] is None:
+                continue
+            cells[c] = self.resources[c].join([each.cells[c] for each in chain])
+            fresher = top.cells[3 * C + c]
+            cells[3 * C + c] = fresher
+            fresher.cells[2 * C + c] = node
+        node.key = b"".join([each.key for each in chain])
+        if node.hashes is not None:
+            node.hashes = b"".join([each.hashes for each in chain])  # type: ignore[misc]
+        children = parent.children
+        if type(children) is Node:
+            parent.children = node
+        else:
+            children[old_first] = node  # type: ignore[index]
+        node.parent = parent
+        for each in chain[:-1]:  # no cycles are left behind for the collector
+            each.parent = each.children = None
+            each.cells = []
+        self.num_nodes -= len(chain) - 1
+        self.num_merges += len(chain) - 1
+        return len(chain) - 1
+
+    # -- locks and the order of eviction -------------------------------------------------------------------
+
+    def pin(self, c: int, node: Node | None, stop: Node | None = None) -> None:
+        """lock_ref + 1 on cell c of every node from `node` up to the root (or up to and without `stop`)."""
+        C = self.C  # noqa: N806
+        lock, older, fresher = C + c, 2 * C + c, 3 * C + c
+        locked = 0
+        while node is not stop and node is not None and node.parent is not None:
+            cells = node.cells
+            count = cells[lock]
+            cells[lock] = count + 1
+            if count == 0:
+                left, right = cells[older], cells[fresher]
+                if left is not None:  # a cell that is being put has not been in the list yet
+                    left.cells[fresher] = right
+                    right.cells[older] = left
+                    cells[older] = cells[fresher] = None
+                locked += len(cells[c])
+            node = node.parent
+        self.pools[c].locked += locked // SLOT_BYTES
+
+    def unpin(self, c: int, node: Node | None) -> None:
+        """The mirror of `pin`, for a whole path; what becomes unlocked is fresh, the leaf first."""
+        C = self.C  # noqa: N806
+        lock, older, fresher = C + c, 2 * C + c, 3 * C + c
+        end = self.ends[c]
+        ends = end.cells
+        unlocked = 0
+        while node is not None and node.parent is not None:
+            cells = node.cells
+            count = cells[lock] - 1
+            cells[lock] = count
+            if count == 0:
+                last = ends[older]
+                cells[older] = last
+                cells[fresher] = end
+                last.cells[fresher] = node
+                ends[older] = node
+                unlocked += len(cells[c])
+            node = node.parent
+        self.pools[c].locked -= unlocked // SLOT_BYTES
+
+    def oldest(self, c: int) -> Node | None:
+        """The next victim: unlocked, and a leaf of its cell."""
+        node: Node = self.ends[c].cells[3 * self.C + c]
+        return None if node.parent is None else node
+
+    def unlink(self, c: int, node: Node) -> None:
+        """Out of the eviction list; the cell is about to go."""
+        C = self.C  # noqa: N806
+        cells = node.cells
+        left, right = cells[2 * C + c], cells[3 * C + c]
+        left.cells[3 * C + c] = right
+        right.cells[2 * C + c] = left
+        cells[2 * C + c] = cells[3 * C + c] = None
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, parents first, without recursion."""
+        for space in self.spaces.values():
+            stack = list(self.children(space.root))
+            while stack:
+                node = stack.pop()
+                yield node
+                stack.extend(self.children(node))

@@ -1,0 +1,117 @@
+"""One root, a stable code for each kind, the facts as attributes, the remedy in the text.
+
+Codes travel over the control socket and into metrics: they are never renamed. `from_code` rebuilds
+the type on the client's side.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class SglcacheError(Exception):
+    """Whatever sglcache refuses or fails at. `facts` holds what a program wants to know."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "facts" and name in self.__dict__.get("facts", ()):
+            return self.facts[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @staticmethod
+    def from_code(code: str, message: str, facts: dict[str, Any]) -> SglcacheError:
+        """The error that the other side raised; an unknown code gives the root class."""
+        return _BY_CODE.get(code, SglcacheError)(message, **facts)
+
+
+class ConfigError(SglcacheError):
+    """The configuration is wrong; `path` is the dotted key where there is one."""
+
+    code = "config"
+
+
+class BadRequest(SglcacheError):
+    """A command's arguments are out of range. The state is as it was."""
+
+    code = "bad_request"
+
+
+class ProtocolError(SglcacheError):
+    """A frame that is not of the protocol: malformed, oversized, of another version. The connection ends."""
+
+    code = "protocol"
+
+
+class NoSpace(SglcacheError):
+    """Locks leave too few slots: `resource`, `tier`, `need`, `free`, `cached`, `locked`. Nothing was changed."""
+
+    code = "no_space"
+
+
+class UnknownLease(SglcacheError):
+    """The lease was released, or is another session's."""
+
+    code = "unknown_lease"
+
+
+class UnknownSession(SglcacheError):
+    """No such session, or not one that this member may join."""
+
+    code = "unknown_session"
+
+
+class SessionEnded(SglcacheError):
+    """A member of the session died or left. Its leases are gone; close, and attach anew."""
+
+    code = "session_ended"
+
+
+class Forbidden(SglcacheError):
+    """The member's role does not allow this command."""
+
+    code = "forbidden"
+
+
+class Busy(SglcacheError):
+    """Something live holds what should be cleared: `leases`, `copies`, `pinned_pages`, ... Nothing was changed."""
+
+    code = "busy"
+
+
+class Changed(SglcacheError):
+    """What the caller counted on is no longer so; look again."""
+
+    code = "changed"
+
+
+class Unavailable(SglcacheError):
+    """The daemon can't be reached, or the connection ended before the answer."""
+
+    code = "unavailable"
+
+
+class TransferError(SglcacheError):
+    """A copy failed. On a device this ends the rank (fail stop)."""
+
+    code = "transfer"
+
+
+class ClosedError(SglcacheError):
+    """The object was closed (or belongs to the parent of this forked process)."""
+
+    code = "closed"
+
+
+_BY_CODE = {
+    kind.code: kind
+    for kind in (
+        SglcacheError, ConfigError, BadRequest, ProtocolError, NoSpace, UnknownLease, UnknownSession, SessionEnded,
+        Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
+    )
+}  # fmt: skip

@@ -1,0 +1,268 @@
+"""The control socket's words: a unix stream of frames, each a 4-byte big-endian length and one msgpack array.
+
+A connection starts with `Hello` and its answer, `Welcome` or `Refusal`, each with file descriptors beside
+it (SCM_RIGHTS). From then on the client sends commands, pipelined as it likes, and each command that has a
+`request` number gets exactly one `Reply` or `Failure` with that number; answers may overtake each other.
+Token ids are raw uint32 little-endian, slots raw int32 little-endian. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL = 1  # raised when an old peer would misread a new one
+MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
+HEADER = 4
+
+U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
+U63 = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Name = Annotated[str, Meta(max_length=256)]
+Salt = Annotated[str, Meta(max_length=4096)]
+Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME)]
+
+
+class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """Every message is `[tag, fields...]`."""
+
+
+# -- the first frame on each side ---------------------------------------------------------------------
+
+
+class Hello(Frame):
+    """Client's first frame. Descriptors beside it, for a role that touches pages: [event ring memfd, doorbell eventfd].
+
+    The event ring is uint64 [num_events] in the memfd: event i of generation g is done once ring[i] >= g.
+    The client writes the ring, then adds 1 to the doorbell.
+    """
+
+    protocol: int
+    client: Name  # for people: shown in `status`
+    role: str  # "runner" (scheduler and only worker in one), "scheduler", "worker", "observer"
+    session: bytes = b""  # a worker's: the token that the scheduler's Welcome carried
+    shard: U31 = 0  # a worker's
+    num_events: U31 = 0
+
+
+class PoolHandle(Frame):
+    """One shard's device pool. Tagged: later variants have other tags."""
+
+    shard: int
+    num_bytes: int
+    fd_index: int  # which of the descriptors beside the Welcome
+
+
+class Geometry(Frame):
+    """What a page holds. A page_first pool is one tensor [num_pages, 2 (k, v), num_layers, page_size, heads, dim]."""
+
+    page_size: int
+    num_pages: int
+    num_layers: int
+    num_kv_heads: int  # of all shards together
+    head_dim: int
+    dtype: str  # torch's name: float16, bfloat16, float32
+    layout: str  # "page_first"
+    num_shards: int
+    host_pages: int
+
+
+class Welcome(Frame):
+    """The daemon's answer. Descriptors: the pools' memfds, then, if the role touches pages, [load ring memfd, doorbell].
+
+    The load ring is uint64 [num_load_slots * num_layers], written by the daemon: layer l of a load in slot s with
+    generation g is readable once ring[s * num_layers + l] >= g. The doorbell eventfd is this member's own.
+    """
+
+    protocol: int
+    epoch: U63
+    version: str
+    session: bytes  # the token for workers; 16 random bytes
+    geometry: Geometry
+    pools: list[PoolHandle]
+    num_load_slots: int
+
+
+class Refusal(Frame):
+    """Instead of a Welcome; the connection closes."""
+
+    code: str
+    message: str
+    facts: dict[str, Any]
+
+
+# -- commands -----------------------------------------------------------------------------------------
+
+
+class Acquire(Frame):
+    request: U63
+    tokens: Tokens
+    lora: Name | None = None
+    extra_key: Salt | None = None
+    cache_salt: Salt | None = None
+    session_id: Name | None = None
+    tenant: Name | None = None
+    priority: int = 0
+    limit: U31 | None = None  # match at most this many tokens
+    reserve: U31 = 0  # room for this many tokens more
+
+
+class Extend(Frame):
+    """More tokens for a lease; its page table grows as needed."""
+
+    request: U63
+    lease: U63
+    tokens: Tokens
+    reserve: U31 = 0
+
+
+class Commit(Frame):
+    """Give the lease's whole pages up to `tokens` to the index, once `ticket` is done on every shard.
+
+    `ticket` numbers rise by one per Commit, Release and Bye of a session. `seen` is the highest `reply`
+    number the scheduler had read when it sent this. A runner names its event here; with workers it is 0, 0
+    and each worker sends Recorded.
+    """
+
+    request: U63
+    lease: U63
+    ticket: U63
+    seen: U63
+    tokens: U31 | None = None  # None: all that the lease has
+    event: U31 = 0
+    generation: U63 = 0
+
+
+class Release(Frame):
+    """End the lease when `ticket` is done. With `discard` its commits that have not taken effect are dropped."""
+
+    request: U63
+    lease: U63
+    ticket: U63
+    seen: U63
+    discard: bool = False
+    event: U31 = 0
+    generation: U63 = 0
+
+
+class Recorded(Frame):
+    """A worker's: I have recorded `event` behind all my work for `ticket`. No answer."""
+
+    ticket: U63
+    event: U31
+    generation: U63
+
+
+class Peek(Frame):
+    """How long a match would be, without changing anything."""
+
+    request: U63
+    tokens: Tokens
+    lora: Name | None = None
+    extra_key: Salt | None = None
+    cache_salt: Salt | None = None
+
+
+class Pin(Frame):
+    """Keep what is cached of `tokens` from eviction for `ttl_s` seconds, in the name of `owner`."""
+
+    request: U63
+    tokens: Tokens
+    owner: Name
+    ttl_s: Annotated[float, Meta(gt=0, le=86400)]
+    lora: Name | None = None
+    extra_key: Salt | None = None
+    cache_salt: Salt | None = None
+
+
+class Unpin(Frame):
+    """Let go of all that this session pinned in the name of `owner`; of none is no error."""
+
+    request: U63
+    owner: Name
+
+
+class Clear(Frame):
+    """Drop every cached page, of one tier ("DEVICE", "HOST") or of all."""
+
+    request: U63
+    tier: Name | None = None
+
+
+class Ping(Frame):
+    request: U63
+
+
+class Status(Frame):
+    """Counts, sessions, stream; with `prove`, law 4 checked slot by slot."""
+
+    request: U63
+    prove: bool = False
+
+
+class Dump(Frame):
+    """Every block hash in a tier, as of a number of the stream. `Changed` if the index did not hold still."""
+
+    request: U63
+    tier: Name
+
+
+class Bye(Frame):
+    """The member's last word: its uses end with this event (a scheduler that touches nothing sends 0, 0)."""
+
+    request: U63
+    event: U31 = 0
+    generation: U63 = 0
+
+
+Command = (
+    Acquire | Extend | Commit | Release | Recorded | Peek | Pin | Unpin | Clear | Ping | Status | Dump | Bye
+)
+
+
+# -- answers ------------------------------------------------------------------------------------------
+
+
+class Granted(Frame):
+    """To Acquire and Extend: see core.effects.Grant. `load` = [load slot, generation] where host_tokens > 0."""
+
+    request: int
+    lease: int
+    matched_tokens: int
+    host_tokens: int
+    slots: bytes
+    load: tuple[int, int] | None = None
+
+
+class CommitDone(Frame):
+    """To Commit: see core.effects.Committed."""
+
+    request: int
+    committed_tokens: int
+    first_page: int
+    slots: bytes
+    num_duplicates: int
+    reply: int
+
+
+class Done(Frame):
+    """To Release, Unpin, Clear, Ping, Bye, Peek, Pin, Status, Dump: the numbers, by name."""
+
+    request: int
+    facts: dict[str, Any] = {}
+
+
+class Failure(Frame):
+    """Instead of the answer; the state is as it was. request 0: it concerns the connection, which closes."""
+
+    request: int
+    code: str
+    message: str
+    facts: dict[str, Any]
+
+
+Answer = Granted | CommitDone | Done | Failure
+
+# msgspec encoders hold no state between calls.
+encode = msgspec.msgpack.Encoder().encode
