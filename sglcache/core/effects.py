@@ -50,15 +50,15 @@ class Grant(NamedTuple):
 class Committed(NamedTuple):
     """The answer to commit, given when it took effect.
 
-    From `first_page` on, `slots` are the canonical pages: where one differs from the lease's own, use the
-    canonical one from now on; the own one stays yours until a command that was sent after you read this
-    (its `seen` is at least `reply`) is done.
+    From `first_page` on, `slots` are the canonical pages, or nothing where the lease's own are: where one
+    differs, use the canonical one from now on; the own one stays yours until a command that was sent after you
+    read this (its `seen` is at least `reply`) is done.
     """
 
     lease: LeaseId
     committed_tokens: int
     first_page: int
-    slots: bytes  # int32 [n], canonical, for pages first_page..first_page+n-1
+    slots: bytes  # int32 [n], canonical, for pages first_page..first_page+n-1; empty: all are as they were
     num_duplicates: int
     reply: int  # this answer's number in its session, from 1
 

@@ -45,9 +45,9 @@ def array_header(count: int) -> bytes:
     return b"\xdd" + count.to_bytes(4, "big")
 
 
-def batch(ts: float, events: list[bytes], rank: int) -> bytes:
-    """`[ts, events, rank]`; an empty list of events is a heartbeat."""
-    return b"".join((b"\x93", _FLOAT.pack(0xCB, ts), array_header(len(events)), *events, pack_value(rank)))
+def batch(ts: float, num_events: int, pieces: list[bytes], rank: int) -> bytes:
+    """`[ts, events, rank]` of the events' pieces, which are copied here and only here; no events: a heartbeat."""
+    return b"".join((b"\x93", _FLOAT.pack(0xCB, ts), array_header(num_events), *pieces, pack_value(rank)))
 
 
 class Extras(NamedTuple):
@@ -73,7 +73,9 @@ class MapEncoding:
     def __init__(self, page_size: int) -> None:
         self._size = b"\xaablock_size" + pack_value(page_size) + b"\xa7lora_id\xc0\xa6medium"
 
-    def stored(self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras) -> bytes:
+    def stored(
+        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras
+    ) -> tuple[bytes, ...]:
         """`hashes` and `tokens` are packed msgpack arrays, `parent` a packed integer or None at the start."""
         count = 7
         tail = b""
@@ -82,23 +84,19 @@ class MapEncoding:
                 if value is not None:
                     count += 1
                     tail += pack_value(name) + pack_value(value)
-        return b"".join(
-            (
-                bytes((0x80 | count,)),
-                b"\xa4type\xabBlockStored\xacblock_hashes",
-                hashes,
-                b"\xb1parent_block_hash",
-                parent or b"\xc0",
-                b"\xa9token_ids",
-                tokens,
-                self._size,
-                pack_value(medium),
-                tail,
-            )
+        return (
+            _STORED[count],
+            hashes,
+            b"\xb1parent_block_hash" + (parent or b"\xc0") + b"\xa9token_ids",
+            tokens,
+            self._size + pack_value(medium) + tail,
         )
 
-    def removed(self, hashes: bytes, medium: str) -> bytes:
-        return b"\x83\xa4type\xacBlockRemoved\xacblock_hashes" + hashes + b"\xa6medium" + pack_value(medium)
+    def removed(self, hashes: bytes, medium: str) -> tuple[bytes, ...]:
+        return b"\x83\xa4type\xacBlockRemoved\xacblock_hashes", hashes, b"\xa6medium" + pack_value(medium)
 
-    def cleared(self) -> bytes:
-        return b"\x81\xa4type\xb0AllBlocksCleared"
+    def cleared(self) -> tuple[bytes, ...]:
+        return (b"\x81\xa4type\xb0AllBlocksCleared",)
+
+
+_STORED = {n: bytes((0x80 | n,)) + b"\xa4type\xabBlockStored\xacblock_hashes" for n in range(7, 11)}

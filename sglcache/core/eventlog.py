@@ -121,7 +121,8 @@ class EventLog:
         self._records: deque[_Stored | _Removed | None] = deque()  # None: all cleared
         self._packed: tuple[list[bytes], list[bytes], bytes, bytes] = ([], [], b"", b"")
         # the batch in the making
-        self._events: list[bytes] = []
+        self._events: list[bytes] = []  # in pieces
+        self._num_events = 0
         self._blocks = 0
         self._run: _Run | None = None
         self.cleared()  # a life begins so
@@ -177,7 +178,8 @@ class EventLog:
                 records.popleft()
                 self.removals -= 1
                 self._close_run()
-                self._events.append(self.encoding.cleared())
+                self._events.extend(self.encoding.cleared())
+                self._num_events += 1
                 self.num_cleared += 1
                 continue
             hashes = record.hashes
@@ -269,11 +271,12 @@ class EventLog:
                 self._packed = (run.tokens, run.digests, hashes, tokens)
         if run.stored:
             parent = None if run.parent is None else encoding.pack_hash(run.parent)
-            self._events.append(self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras))
+            self._events.extend(self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras))
             self.num_stored += run.num_blocks
         else:
-            self._events.append(self.encoding.removed(hashes, run.tier.medium))
+            self._events.extend(self.encoding.removed(hashes, run.tier.medium))
             self.num_removed += run.num_blocks
+        self._num_events += 1
         self._blocks += run.num_blocks
 
     def _close_batch(self, ts: float, *, heartbeat: bool = False) -> None:
@@ -282,10 +285,12 @@ class EventLog:
             return
         seq = self.next_seq
         self.next_seq = seq + 1
-        self.published.append(Publish(Seq(seq), encoding.batch(ts, events, self.rank), len(events), self._blocks))
+        self.published.append(
+            Publish(Seq(seq), encoding.batch(ts, self._num_events, events, self.rank), self._num_events, self._blocks)
+        )
         self.num_batches += 1
         self._events = []
-        self._blocks = 0
+        self._num_events = self._blocks = 0
 
 
 def _same(left: object, right: object) -> bool:

@@ -102,12 +102,8 @@ class DumpedNode(NamedTuple):
     tiers: tuple[Tier, ...]  # where all of its pages are
 
 
-class Match(NamedTuple):
-    """The nodes that agree with a key whole, and the one that agrees in part."""
-
-    path: list[Node]
-    partial: Node | None
-    at: int  # bytes of `partial` that agree
+# The nodes that agree with a key whole, the one that agrees in part, and in how many bytes.
+Match = tuple[list[Node], Node | None, int]
 
 
 class _Waiting(NamedTuple):
@@ -630,9 +626,9 @@ class Index:
                 continue
             at = self.tree.common_pages(run, key, start, end)
             if at:
-                return Match(path, child, at)
+                return path, child, at
             break
-        return Match(path, None, 0)
+        return path, None, 0
 
     def _host_end(self, path: list[Node]) -> Node | None:
         """The deepest node of a path whose bytes are on the host."""
@@ -784,12 +780,13 @@ class Index:
         if lease.duplicates:
             s.with_duplicates[lease.id] = lease
         first = lease.reported
-        lease.reported = max(first, lease.committed)
+        lease.reported = lease.committed
+        renamed, lease.renamed = lease.renamed, False
         return Committed(
             lease.id,
             lease.committed * self.config.page_size,
             first,
-            lease.slots[first * SLOT_BYTES : lease.committed * SLOT_BYTES],
+            lease.slots[first * SLOT_BYTES : lease.committed * SLOT_BYTES] if renamed else b"",
             len(duplicates) // SLOT_BYTES,
             reply,
         )
@@ -809,18 +806,16 @@ class Index:
         slots = lease.slots
         before = lease.node
         node = before if before is not None else self._space(lease.namespace).root
-        canonical = [slots[: lease.committed * SLOT_BYTES]]
         duplicates: list[bytes] = []
+        better: list[tuple[int, bytes]] = []  # (byte of the page table, slots) where the tree had them
         changed: list[Node] = []
         while start < end:
             at = start // page_bytes * SLOT_BYTES
             child = tree.child(node, key, start)
             if child is None:
                 node = tree.add(node, key[start:end])
-                mine = slots[at : num_pages * SLOT_BYTES]
-                node.cells[DEVICE] = mine
+                node.cells[DEVICE] = slots[at : num_pages * SLOT_BYTES]
                 changed.append(node)
-                canonical.append(mine)
                 break
             if not (start + len(child.key) <= end and key.startswith(child.key, start)):
                 child = tree.split(child, tree.common_pages(child.key, key, start, end))
@@ -830,22 +825,26 @@ class Index:
             if run is None:
                 child.cells[DEVICE] = mine
                 changed.append(child)
-                canonical.append(mine)
             else:
                 duplicates.append(mine)
-                canonical.append(run)
+                better.append((at, run))
             node = child
         tree.pin(DEVICE, node, before)
         lease.node = node
         given = num_pages - lease.committed
-        lost = sum(map(len, duplicates)) // SLOT_BYTES
+        lost = 0
+        if better:
+            lost = sum(map(len, duplicates)) // SLOT_BYTES
+            table = bytearray(slots)
+            for at, run in better:
+                table[at : at + len(run)] = run
+            lease.slots = bytes(table)
+            lease.renamed = True
         pool.leased -= given - lost
         pool.cached += given - lost
         self.counters["committed_pages"] += given - lost
         self.counters["duplicate_pages"] += lost
         lease.committed = num_pages
-        canonical.append(slots[num_pages * SLOT_BYTES :])
-        lease.slots = b"".join(canonical)
         for each in changed:
             self._change(DEVICE, each, True, lease.session_id)
         return b"".join(duplicates)

@@ -30,6 +30,7 @@ class Lease:
         "namespace",
         "node",
         "releasing",
+        "renamed",
         "reported",
         "session",
         "session_id",
@@ -49,6 +50,7 @@ class Lease:
         self.host_node: Node | None = None  # where the host pin ends
         self.committed = 0  # pages from here on are the lease's own
         self.reported = 0  # pages whose canonical slots the runner knows
+        self.renamed = False  # the tree's pages stand in `slots` where the runner still knows its own
         self.duplicates: list[tuple[int, bytes]] = []  # (number of the reply that named better ones, slots)
         self.load: Ticket | None = None
         self.failed = False  # the load-back went wrong: what was computed on it must not be committed
@@ -63,7 +65,8 @@ class Lease:
     @property
     def own_slots(self) -> bytes:
         """Every slot that the lease owns and the tree does not."""
-        return b"".join([self.slots[self.committed * SLOT_BYTES :], *[slots for _, slots in self.duplicates]])
+        own = self.slots[self.committed * SLOT_BYTES :]
+        return b"".join([own, *[slots for _, slots in self.duplicates]]) if self.duplicates else own
 
     def __repr__(self) -> str:
         return f"Lease({self.id}, {len(self.tokens) // 4} tokens, {self.committed} of {self.num_pages} pages committed)"

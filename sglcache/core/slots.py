@@ -14,20 +14,20 @@ class SlotPool:
     and `invariants.check` compares the two.
     """
 
-    __slots__ = ("_free", "cached", "fenced", "leased", "locked", "total")
+    __slots__ = ("_left", "_run", "_runs", "cached", "fenced", "free", "leased", "locked", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.free = total
         self.cached = 0
         self.fenced = 0
         self.leased = 0
         self.locked = 0  # of the cached ones; an attribute, not a state
-        # A stack: the slot that was used last is the warmest.
-        self._free = bytearray(np.arange(total - 1, -1, -1, dtype="<i4").tobytes())
-
-    @property
-    def free(self) -> int:
-        return len(self._free) // SLOT_BYTES
+        # A stack of runs as they came back, the top one used from its end: the slots used last are the warmest,
+        # and a slot is copied once on its way out. Lowest numbers first out of a new pool.
+        self._runs: list[bytes] = []
+        self._run = np.arange(total - 1, -1, -1, dtype="<i4").tobytes()
+        self._left = len(self._run)  # bytes of _run that are still free
 
     @property
     def evictable(self) -> int:
@@ -35,22 +35,32 @@ class SlotPool:
 
     def take(self, count: int) -> bytes:
         """`count` free slots, int32. The caller has made sure that there are so many, and counts them."""
-        if count == 0:
-            return b""
-        size = count * SLOT_BYTES
-        free = self._free
-        assert size <= len(free), f"take({count}) from {len(free) // SLOT_BYTES} free slots"
-        taken = bytes(free[-size:])
-        del free[-size:]
-        return taken
+        assert count <= self.free, f"take({count}) from {self.free} free slots"
+        self.free -= count
+        need = count * SLOT_BYTES
+        left = self._left
+        if need <= left:
+            self._left = left - need
+            return self._run[left - need : left]
+        taken = []
+        while need > left:
+            taken.append(self._run[:left])
+            need -= left
+            self._run = self._runs.pop()
+            left = len(self._run)
+        taken.append(self._run[left - need :])
+        self._left = left - need
+        return b"".join(taken)
 
     def give(self, slots: bytes) -> None:
         """Back to the free list. The caller has uncounted them."""
-        self._free += slots
+        if slots:
+            self.free += len(slots) // SLOT_BYTES
+            self._runs.append(slots)
 
     def free_slots(self) -> bytes:
         """A copy of the free list, for proofs."""
-        return bytes(self._free)
+        return b"".join([*self._runs, self._run[: self._left]])
 
     def __repr__(self) -> str:
         return (

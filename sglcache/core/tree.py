@@ -175,7 +175,7 @@ class Tree:
         if type(children) is Node:
             parent.children = None
         else:
-            del children[node.key[: self.page_bytes]]  # type: ignore[union-attr, index]
+            del children[node.key[: self.page_bytes]]  # type: ignore[union-attr]
             if len(children) == 1:  # type: ignore[arg-type]
                 parent.children = next(iter(children.values()))  # type: ignore[union-attr]
         node.parent = None
