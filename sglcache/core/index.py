@@ -683,7 +683,7 @@ class Index:
         fresh = pool.take(num_fresh)
         pool.leased += num_fresh
         lease.waiting = False
-        lease.slots = b"".join([*[node.cells[DEVICE] for node in on_device], fresh]) if on_device else fresh
+        lease.slots = b"".join([*[node.cells[DEVICE] for node in on_device], *fresh])
         size = self.config.page_size
         device_tokens = lease.committed * size
         if not on_host:
@@ -694,14 +694,15 @@ class Index:
         self.loads[load.id] = load
         self.counters["load_pages"] += num_pages
         name = self.resources[DEVICE].name
-        target = fresh[: len(source)]
+        start = lease.committed * SLOT_BYTES
+        target = lease.slots[start : start + len(source)]
         self._effects.append(Copy(load.id, name, Tier.HOST, Tier.DEVICE, source, target, lease.id))
         return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, lease.slots, load.id)
 
     def _extended(self, lease: Lease, num_fresh: int, tokens: bytes) -> Grant:
         pool = self.pools[DEVICE]
         lease.tokens += tokens
-        lease.slots += pool.take(num_fresh)
+        lease.slots = b"".join([lease.slots, *pool.take(num_fresh)])
         pool.leased += num_fresh
         lease.extending = False
         return Grant(lease.id, 0, 0, lease.slots, None)
@@ -1019,7 +1020,7 @@ class Index:
             tree.unpin(HOST, backed)
             return
         del chain[count:]
-        slots = pool.take(need)
+        slots = b"".join(pool.take(need))
         pool.cached += need
         at = 0
         for each in chain:

@@ -33,24 +33,21 @@ class SlotPool:
     def evictable(self) -> int:
         return self.cached - self.locked
 
-    def take(self, count: int) -> bytes:
-        """`count` free slots, int32. The caller has made sure that there are so many, and counts them."""
+    def take(self, count: int) -> list[bytes]:
+        """`count` free slots, int32, in pieces. The caller has made sure that there are so many, and counts them."""
         assert count <= self.free, f"take({count}) from {self.free} free slots"
         self.free -= count
         need = count * SLOT_BYTES
         left = self._left
-        if need <= left:
-            self._left = left - need
-            return self._run[left - need : left]
         taken = []
         while need > left:
             taken.append(self._run[:left])
             need -= left
             self._run = self._runs.pop()
             left = len(self._run)
-        taken.append(self._run[left - need :])
+        taken.append(self._run[left - need : left])
         self._left = left - need
-        return b"".join(taken)
+        return taken
 
     def give(self, slots: bytes) -> None:
         """Back to the free list. The caller has uncounted them."""
