@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from sglcache.core.tree import Node
 
 
+RECORD_COST = 40  # of a record's part in the cut, in the units of `slice`
+MAX_BATCH_TOKENS = 1 << 18
+
+
 class Chain:
     """Digests to be: of `tokens`, behind `before` (bytes, or a page of a chain that is resolved earlier)."""
 
@@ -83,11 +87,13 @@ class _Stored(NamedTuple):
     hashes: Hashes
     before: Hashes | None  # the parent node's, or None at the start of a namespace
     extras: Extras
+    start: int = 0  # pages of it that are told already
 
 
 class _Removed(NamedTuple):
     tier: Tier
     hashes: Hashes
+    start: int = 0
 
 
 class _Run:
@@ -112,8 +118,9 @@ class EventLog:
         self.page_bytes = page_bytes
         self.next_seq = first_seq
         self.rank = rank
-        self.max_blocks = max_blocks
-        self.slice = slice
+        # An event is encoded in one go: one of a few ms would be a stall.
+        self.max_blocks = max(1, min(max_blocks, MAX_BATCH_TOKENS // page_size))
+        self.slice = slice  # in units of about 0.1 µs
         self.encoding = MapEncoding(page_size)
         self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
         self.published: list[Publish] = []
@@ -170,6 +177,7 @@ class EventLog:
         records = self._records
         budget = self.slice
         size = self.hasher.size
+        cost = self.hasher.cost(self.page_bytes)
         while records:
             if budget <= 0:
                 return self._pause(ts)
@@ -190,23 +198,37 @@ class EventLog:
                 while chain.digests is None:
                     if budget <= 0:
                         return self._pause(ts)
-                    budget -= chain.resolve(self.hasher, self.page_bytes, budget)
+                    budget -= cost * chain.resolve(self.hasher, self.page_bytes, max(1, budget // cost))
                 digests = chain.digests[hashes.start * size : hashes.stop * size]
             records.popleft()
-            budget -= 1 + len(digests) // (size * 16)  # encoding is cheaper than hashing
+            start = record.start
+            count = len(digests) // size - start
+            if count > self.max_blocks:
+                # more than one event: the rest comes when its turn does, maybe in another slice
+                count = self.max_blocks
+                records.appendleft(record._replace(start=start + count))
+                self.removals += isinstance(record, _Removed)
+            if start or count < len(digests) // size:
+                before = digests[(start - 1) * size : start * size]
+                digests = digests[start * size : (start + count) * size]
+            budget -= RECORD_COST + len(digests) // size * self.page_bytes // 64
             if isinstance(record, _Removed):
                 self.removals -= 1
                 self._add(ts, False, record.tier, digests, b"", None, NO_EXTRAS)
+                continue
+            parent: bytes | None
+            tokens = record.tokens
+            if len(tokens) > count * self.page_bytes:
+                tokens = tokens[start * self.page_bytes : (start + count) * self.page_bytes]
+            if start:
+                parent = before
+            elif record.before is None:
+                parent = None
+            elif isinstance(record.before, bytes):
+                parent = record.before[-size:]
             else:
-                parent: bytes | None
-                before = record.before
-                if before is None:
-                    parent = None
-                elif isinstance(before, bytes):
-                    parent = before[-size:]
-                else:
-                    parent = _last_digest(before, size)
-                self._add(ts, True, record.tier, digests, record.tokens, parent, record.extras)
+                parent = _last_digest(record.before, size)
+            self._add(ts, True, record.tier, digests, tokens, parent, record.extras)
         self._close_run()
         self._close_batch(ts, heartbeat=heartbeat)
         return True
@@ -245,8 +267,10 @@ class EventLog:
                 run.digests.append(digests)
                 run.tokens.append(tokens)
             else:
-                run.digests.append(digests[start * size : (start + take) * size])
-                run.tokens.append(tokens[start * page_bytes : (start + take) * page_bytes])
+                # A removal is cut from its end: no batch takes a page whose children only the next one takes.
+                first = start if stored else count - start - take
+                run.digests.append(digests[first * size : (first + take) * size])
+                run.tokens.append(tokens[first * page_bytes : (first + take) * page_bytes])
             run.num_blocks += take
             parent = run.digests[-1][-size:]
             start += take

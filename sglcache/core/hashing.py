@@ -23,6 +23,11 @@ class Hasher(NamedTuple):
     name: str
     size: int  # bytes of a digest
     digest: Callable[[bytes], bytes]
+    bytes_per_unit: int  # that it hashes in 0.1 µs
+
+    def cost(self, page_bytes: int) -> int:
+        """About what a page of a chain takes, in units of 0.1 µs."""
+        return 1 + page_bytes // self.bytes_per_unit
 
     def chain(self, before: bytes, tokens: bytes, page_bytes: int) -> bytes:
         """The digests of the pages of `tokens`, joined; `before` is the digest (or seed, or nothing) they follow.
@@ -44,8 +49,8 @@ def _sha256(data: bytes) -> bytes:
 
 
 HASHERS = {
-    "xxh3_128": Hasher("xxh3_128", 16, xxhash.xxh3_128_digest),
-    "sha256": Hasher("sha256", 32, _sha256),
+    "xxh3_128": Hasher("xxh3_128", 16, xxhash.xxh3_128_digest, 512),
+    "sha256": Hasher("sha256", 32, _sha256, 40),
 }
 
 

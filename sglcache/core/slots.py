@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 SLOT_BYTES = 4
+CRUMB_BYTES = 64 * SLOT_BYTES  # shorter runs are joined: a stack of them would cost a step each
 
 
 class SlotPool:
@@ -14,7 +15,19 @@ class SlotPool:
     and `invariants.check` compares the two.
     """
 
-    __slots__ = ("_left", "_run", "_runs", "cached", "fenced", "free", "leased", "locked", "total")
+    __slots__ = (
+        "_crumbs",
+        "_left",
+        "_run",
+        "_runs",
+        "_virgin",
+        "cached",
+        "fenced",
+        "free",
+        "leased",
+        "locked",
+        "total",
+    )
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -23,11 +36,13 @@ class SlotPool:
         self.fenced = 0
         self.leased = 0
         self.locked = 0  # of the cached ones; an attribute, not a state
-        # A stack of runs as they came back, the top one used from its end: the slots used last are the warmest,
-        # and a slot is copied once on its way out. Lowest numbers first out of a new pool.
+        # Where free slots lie, in the order they are taken: small runs as one buffer; long runs as they came back, the
+        # current one used from its end; then numbers that were never used. What was used last is the warmest.
+        self._crumbs = bytearray()
+        self._run = b""
+        self._left = 0  # bytes of _run that are still free
         self._runs: list[bytes] = []
-        self._run = np.arange(total - 1, -1, -1, dtype="<i4").tobytes()
-        self._left = len(self._run)  # bytes of _run that are still free
+        self._virgin = 0
 
     @property
     def evictable(self) -> int:
@@ -38,26 +53,44 @@ class SlotPool:
         assert count <= self.free, f"take({count}) from {self.free} free slots"
         self.free -= count
         need = count * SLOT_BYTES
-        left = self._left
         taken = []
+        crumbs = self._crumbs
+        if crumbs and need:
+            taken.append(bytes(crumbs[-need:]))
+            del crumbs[-need:]
+            need -= len(taken[0])
+        left = self._left
         while need > left:
-            taken.append(self._run[:left])
-            need -= left
+            if left:
+                taken.append(self._run[:left])
+                need -= left
+            if not self._runs:
+                self._run, left = b"", 0
+                break
             self._run = self._runs.pop()
             left = len(self._run)
-        taken.append(self._run[left - need : left])
-        self._left = left - need
+        if left:
+            taken.append(self._run[left - need : left])
+            left -= need
+        elif need:
+            first = self._virgin
+            self._virgin = first + need // SLOT_BYTES
+            taken.append(np.arange(first, self._virgin, dtype="<i4").tobytes())
+        self._left = left
         return taken
 
     def give(self, slots: bytes) -> None:
         """Back to the free list. The caller has uncounted them."""
-        if slots:
-            self.free += len(slots) // SLOT_BYTES
+        self.free += len(slots) // SLOT_BYTES
+        if len(slots) < CRUMB_BYTES:
+            self._crumbs += slots
+        else:
             self._runs.append(slots)
 
     def free_slots(self) -> bytes:
         """A copy of the free list, for proofs."""
-        return b"".join([*self._runs, self._run[: self._left]])
+        virgin = np.arange(self._virgin, self.total, dtype="<i4").tobytes()
+        return b"".join([self._crumbs, *self._runs, self._run[: self._left], virgin])
 
     def __repr__(self) -> str:
         return (

@@ -94,6 +94,15 @@ class Fanout(Generic[K, V]):
     def __len__(self) -> int:
         return self._count
 
+    def pop(self) -> V | None:
+        """Take some value out; None once it is empty. For taking a large table apart bit by bit."""
+        while self._parts:
+            if self._parts[-1]:
+                self._count -= 1
+                return self._parts[-1].popitem()[1]
+            self._parts.pop()
+        return None
+
     def values(self) -> Iterator[V]:
         for part in self._parts:
             yield from part.values()
