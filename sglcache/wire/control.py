@@ -18,13 +18,13 @@ MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 
 U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
-U63 = Annotated[int, Meta(ge=0, lt=1 << 63)]
+U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(max_length=256)]
 Salt = Annotated[str, Meta(max_length=4096)]
 Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
-class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True, frozen=True, gc=False):
+class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
     """Every message is `[tag, fields...]`."""
 
 
@@ -266,3 +266,9 @@ Answer = Granted | CommitDone | Done | Failure
 
 # msgspec encoders hold no state between calls.
 encode = msgspec.msgpack.Encoder().encode
+
+
+def frame(message: Frame) -> bytes:
+    """The message as it goes on the socket: its length, then itself."""
+    payload = encode(message)
+    return len(payload).to_bytes(HEADER, "big") + payload

@@ -1,0 +1,130 @@
+"""scripts/subscribe.py against a publisher: what it prints, what it notices, and when --check is content."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglcache.net.endpoints import parse
+from sglcache.net.publisher import Publisher
+from sglcache.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, encode_batch
+
+ROOT = Path(__file__).parents[2]
+ANY = parse("tcp://127.0.0.1:0")
+PATIENCE_S = 20.0
+STORED = BlockStored([1, -2], None, [5, 6, 7, 8], 2, None, "GPU", lora_name="a")
+PROGRAM: list[tuple[Event, ...]] = [(AllBlocksCleared(),), (STORED,), (), (BlockRemoved([-2], "GPU"),)]
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    publisher = Publisher(ANY, ANY, topic="kv@")
+    yield publisher
+    publisher.close(linger_s=0)
+
+
+def say(publisher: Publisher, seq: int, *events: Event) -> None:
+    publisher.append(seq, encode_batch(Batch(1.5, list(events), 0)), heartbeat=not events)
+
+
+def run(
+    publisher: Publisher, *options: str, replay: bool = True, then: Callable[[], None] = lambda: None
+) -> tuple[int, str, str]:
+    """The script's exit status and what it printed; `then` is called once it has subscribed."""
+    command = [sys.executable, str(ROOT / "scripts" / "subscribe.py"), "--endpoint", publisher.endpoint, *options]
+    if replay:
+        command += ["--replay-endpoint", str(publisher.replay_endpoint)]
+    deadline = time.monotonic() + PATIENCE_S
+    subscribed = False
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as script:
+        while script.poll() is None:
+            if time.monotonic() > deadline:
+                script.kill()
+            if not publisher.service():
+                select.select(publisher.filenos, [], [], 0.01)
+            if not subscribed and publisher.stats().subscriptions:
+                subscribed = True
+                then()
+        out, err = script.communicate()
+    return script.returncode, out, err
+
+
+def test_check_is_content_with_the_past(publisher: Publisher) -> None:
+    for seq, events in enumerate(PROGRAM, 100):
+        say(publisher, seq, *events)
+    status, out, err = run(publisher, "--check", "--topic", "kv@")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) == 3
+    assert "#101" in lines[1]
+    assert "2 blocks  0000000000000001..fffffffffffffffe  parent root  4 tokens [5,6,7,8]" in lines[1]
+    assert "lora_name 'a'" in lines[1]
+
+
+def test_check_is_content_with_what_comes(publisher: Publisher) -> None:
+    def then() -> None:
+        for seq, events in enumerate(PROGRAM, 100):
+            say(publisher, seq, *events)
+
+    assert run(publisher, "--check", replay=False, then=then)[0] == 0
+
+
+def test_check_says_what_it_missed(publisher: Publisher) -> None:
+    say(publisher, 1, AllBlocksCleared(), BlockStored([1], None, [5, 6], 2, None, "GPU"))
+    say(publisher, 2, BlockRemoved([1], "CPU_PINNED"))
+    status, _, err = run(publisher, "--check", "--timeout", "1")
+    assert status == 1
+    assert err == (
+        "!!! CHECK FAILED, not seen: a BlockStored of several blocks; a BlockRemoved of blocks that were seen stored\n"
+    )
+
+
+def test_gaps_and_restarts_are_noticed(publisher: Publisher) -> None:
+    def then() -> None:
+        say(publisher, 5, STORED)
+        say(publisher, 8, BlockRemoved([1], "GPU"))
+        say(publisher, 20, AllBlocksCleared())
+
+    status, out, err = run(publisher, "--limit", "3", replay=False, then=then)
+    assert (status, len(out.splitlines())) == (0, 3)
+    assert err.splitlines() == [
+        "!!! GAP: 2 numbers are missing: 6..7",
+        "!!! RESTART: 11 numbers are missing: 9..19, and everything is cleared",
+    ]
+
+
+def test_json_is_one_event_a_line(publisher: Publisher) -> None:
+    status, out, _ = run(publisher, "--json", "--limit", "1", then=lambda: say(publisher, 7, STORED))
+    assert status == 0
+    event = json.loads(out)
+    assert (event["seq"], event["rank"], event["type"], event["block_hashes"]) == (7, 0, "BlockStored", [1, -2])
+
+
+def test_raw_is_number_and_payload(publisher: Publisher) -> None:
+    _, out, _ = run(publisher, "--raw", "--limit", "1", then=lambda: say(publisher, 7, STORED))
+    assert out.split() == ["7", encode_batch(Batch(1.5, [STORED], 0)).hex()]
+
+
+def test_a_bad_batch_does_not_end_it(publisher: Publisher) -> None:
+    def then() -> None:
+        publisher.append(1, b"\xc1")
+        say(publisher, 2, STORED)
+
+    status, _, err = run(publisher, "--limit", "1", then=then)
+    assert status == 0
+    assert err.startswith("!!! BAD BATCH #1")
+
+
+def test_it_is_standalone() -> None:
+    assert "sglcache" not in [
+        line.split()[1].split(".")[0]
+        for line in (ROOT / "scripts" / "subscribe.py").read_text().splitlines()
+        if line.startswith(("import ", "from "))
+    ]

@@ -1,0 +1,126 @@
+"""Batches as SGLang 0.5.21 and later encode them, to the byte; and what a reader must put up with."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sglcache.errors import ProtocolError
+from sglcache.wire.events import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+    encode_batch,
+    medium_of,
+)
+
+# What SGLang 0.5.21 and 0.5.23 encode for BATCH below.
+GOLDEN = bytes.fromhex(
+    "93cb3ff80000000000009387a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739201feb1706172656e745f626c6f"
+    "636b5f68617368c0a9746f6b656e5f6964739405060708aa626c6f636b5f73697a6502a76c6f72615f6964c0a66d656469756da347505583"
+    "a474797065ac426c6f636b52656d6f766564ac626c6f636b5f6861736865739103a66d656469756daa4350555f50494e4e454481a4747970"
+    "65b0416c6c426c6f636b73436c656172656400"
+)
+BATCH = Batch(
+    1.5,
+    [
+        BlockStored([1, -2], None, [5, 6, 7, 8], 2, None, "GPU"),
+        BlockRemoved([3], "CPU_PINNED"),
+        AllBlocksCleared(),
+    ],
+    0,
+)
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [1],
+    "parent_block_hash": None,
+    "token_ids": [5, 6],
+    "block_size": 2,
+    "lora_id": None,
+}
+
+
+def batch_of(*events: object) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), 0])
+
+
+def test_the_structs_encode_to_sglangs_bytes() -> None:
+    assert encode_batch(BATCH) == GOLDEN
+
+
+def test_sglangs_bytes_decode_to_the_structs() -> None:
+    assert decode_batch(GOLDEN) == BATCH
+
+
+def test_the_optional_keys_follow_in_sglangs_order() -> None:
+    stored = BlockStored([1], None, [5, 6], 2, None, "GPU", cache_salt="t", session_id="s", lora_name="a")
+    raw = msgspec.msgpack.decode(encode_batch(Batch(0.0, [stored], 0)))[1][0]
+    assert list(raw)[-4:] == ["medium", "cache_salt", "session_id", "lora_name"]
+    assert len(raw) == 10
+
+
+def test_hashes_take_msgpacks_shortest_form_over_all_of_int64() -> None:
+    hashes = [(1 << 63) - 1, -(1 << 63), 0, -1]
+    payload = encode_batch(Batch(0.0, [BlockRemoved(hashes, "GPU")], 0))
+    assert b"\xcf\x7f" + b"\xff" * 7 in payload  # positive: uint64's code
+    assert b"\xd3\x80" + b"\0" * 7 in payload
+    assert decode_batch(payload).events == [BlockRemoved(hashes, "GPU")]
+
+
+def test_a_missing_medium_means_gpu() -> None:
+    stored, removed = decode_batch(batch_of(STORED, {"type": "BlockRemoved", "block_hashes": [1]})).events
+    assert isinstance(stored, BlockStored)
+    assert isinstance(removed, BlockRemoved)
+    assert medium_of(stored) == medium_of(removed) == "GPU"
+
+
+def test_keys_and_event_types_of_a_later_version_are_left_out() -> None:
+    later = {**STORED, "colour": {"deep": ["red"]}}
+    batch = decode_batch(batch_of(later, {"type": "BlockWeighed", "grams": 1}, {"type": "AllBlocksCleared"}))
+    assert batch.events == [BlockStored([1], None, [5, 6], 2, None), AllBlocksCleared()]
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_the_rank_may_be_absent_or_nil(rank: int | None) -> None:
+    assert decode_batch(msgspec.msgpack.encode([1, [], rank])).attn_dp_rank == rank
+    assert decode_batch(msgspec.msgpack.encode([1, []])).attn_dp_rank is None
+
+
+def test_bigrams_count_as_one_token_each() -> None:
+    (event,) = decode_batch(batch_of({**STORED, "token_ids": [[5, 6], [6, 7]]})).events
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == [(5, 6), (6, 7)]
+
+
+def test_withheld_tokens_are_no_fault() -> None:
+    assert len(decode_batch(batch_of({**STORED, "token_ids": []})).events) == 1
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        GOLDEN[:-1],
+        GOLDEN + b"\0",
+        msgspec.msgpack.encode({"events": []}),
+        msgspec.msgpack.encode([1.5]),
+        msgspec.msgpack.encode(["now", [], 0]),
+        msgspec.msgpack.encode([1.5, [], "0"]),
+        batch_of(7),
+        batch_of({"block_hashes": [1]}),
+        batch_of({"type": 7}),
+        batch_of({"type": "BlockRemoved"}),
+        batch_of({"type": "BlockRemoved", "block_hashes": [1 << 63]}),
+        batch_of({"type": "BlockRemoved", "block_hashes": [b"hash"]}),
+        batch_of({**STORED, "token_ids": [5, 6, 7]}),
+        batch_of({**STORED, "block_size": 0}),
+        batch_of({**STORED, "medium": 3}),
+        batch_of({"type": "BlockWeighed"}, {"type": "BlockRemoved"}),
+    ],
+)
+def test_anything_else_is_a_protocol_error(payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_batch(payload)
