@@ -87,13 +87,15 @@ class _Stored(NamedTuple):
     hashes: Hashes
     before: Hashes | None  # the parent node's, or None at the start of a namespace
     extras: Extras
-    start: int = 0  # pages of it that are told already
+    start: int = 0  # the pages that are still to be told
+    stop: int | None = None
 
 
 class _Removed(NamedTuple):
     tier: Tier
     hashes: Hashes
     start: int = 0
+    stop: int | None = None
 
 
 class _Run:
@@ -201,16 +203,20 @@ class EventLog:
                     budget -= cost * chain.resolve(self.hasher, self.page_bytes, max(1, budget // cost))
                 digests = chain.digests[hashes.start * size : hashes.stop * size]
             records.popleft()
-            start = record.start
-            count = len(digests) // size - start
-            if count > self.max_blocks:
-                # more than one event: the rest comes when its turn does, maybe in another slice
-                count = self.max_blocks
-                records.appendleft(record._replace(start=start + count))
-                self.removals += isinstance(record, _Removed)
-            if start or count < len(digests) // size:
-                before = digests[(start - 1) * size : start * size]
-                digests = digests[start * size : (start + count) * size]
+            start, stop = record.start, record.stop or len(digests) // size
+            before = digests[(start - 1) * size : start * size] if start else b""
+            if stop - start > self.max_blocks:
+                # More than one event: the rest comes when its turn does, maybe in another slice. What is stored goes
+                # from its start and what is removed from its end: no child is ever told of without its parent.
+                if isinstance(record, _Removed):
+                    records.appendleft(record._replace(stop=stop - self.max_blocks))
+                    self.removals += 1
+                    start = stop - self.max_blocks
+                else:
+                    stop = start + self.max_blocks
+                    records.appendleft(record._replace(start=stop))
+            if stop - start < len(digests) // size:
+                digests = digests[start * size : stop * size]
             budget -= RECORD_COST + len(digests) // size * self.page_bytes // 64
             if isinstance(record, _Removed):
                 self.removals -= 1
@@ -218,8 +224,8 @@ class EventLog:
                 continue
             parent: bytes | None
             tokens = record.tokens
-            if len(tokens) > count * self.page_bytes:
-                tokens = tokens[start * self.page_bytes : (start + count) * self.page_bytes]
+            if len(tokens) > (stop - start) * self.page_bytes:
+                tokens = tokens[start * self.page_bytes : stop * self.page_bytes]
             if start:
                 parent = before
             elif record.before is None:

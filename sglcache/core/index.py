@@ -220,6 +220,7 @@ class Index:
         s = self.sessions.get(session)
         if s is None:
             return
+        self._shard(s, shard)
         self.end_session(session)
         s.gone |= 1 << shard
         self._settle(s)
@@ -229,6 +230,7 @@ class Index:
         s = self.sessions.get(session)
         if s is None or ticket <= s.last_done:
             return
+        self._shard(s, shard)
         if ticket not in s.events and len(s.events) >= MAX_EVENTS_AHEAD:
             raise BadRequest(f"{len(s.events)} tickets are done ahead of their commands", tickets=len(s.events))
         s.events[ticket] = s.events.get(ticket, 0) | 1 << shard
@@ -1179,6 +1181,10 @@ class Index:
         if held is None or held.releasing or held.waiting:
             raise UnknownLease(f"lease {lease} was released or is not this session's", lease=lease)
         return held
+
+    def _shard(self, s: Session, shard: int) -> None:
+        if not 0 <= shard < s.all_shards.bit_length():
+            raise BadRequest(f"shard {shard} of a session with {s.all_shards.bit_length()}", shard=shard)
 
     def _ticket(self, s: Session, ticket: int) -> None:
         if ticket <= s.last_ticket:
