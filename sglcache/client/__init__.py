@@ -1,1 +1,18 @@
-""""""
+"""The two clients: a model runner's (`Client`, `Worker`) and a router's (`mirror.Mirror`), each loaded when asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglcache.client.client import Client, Committed, Dump, Lease, Peeked, Worker
+
+__all__ = ["Client", "Committed", "Dump", "Lease", "Peeked", "Worker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sglcache.client import client
+
+    return getattr(client, name)

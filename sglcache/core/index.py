@@ -164,6 +164,7 @@ class Index:
                 slice=config.cut_slice,
             )
         self.version = 0  # rises with every change of presence
+        self._moves = 0  # rises with everything else that a proof looks at
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.sessions: dict[SessionId, Session] = {}
         self.leases: dict[LeaseId, Lease] = {}
@@ -194,6 +195,7 @@ class Index:
         if s is None or s.ended:
             return
         s.ended = True
+        self._moves += 1
         self.counters["sessions_ended"] += 1
         error = SessionEnded("the session ended: a member died or left; close this client and attach anew")
         for waiting in [w for w in self._waiting if w.lease.session is s]:
@@ -411,6 +413,7 @@ class Index:
             return 0
         device = next((node for node in reversed(path) if node.cells[DEVICE] is not None), None)
         nodes = (device,) if len(self.pools) == 1 else (device, self._host_end(path))
+        self._moves += 1
         for c, node in enumerate(nodes):
             self.tree.pin(c, node)
         num_bytes = sum(len(node.key) for node in path)
@@ -544,6 +547,11 @@ class Index:
     def next_seq(self) -> int:
         """The number of the next batch."""
         return self.config.first_seq if self.log is None else self.log.next_seq
+
+    @property
+    def revision(self) -> tuple[int, ...]:
+        """Equal before and after means that nothing of the books has changed: slots, locks, nodes, leases."""
+        return self.version, self._moves, self._next_id, self.tree.num_splits, self.tree.num_merges
 
     @property
     def uncut(self) -> bool:
@@ -702,6 +710,7 @@ class Index:
         return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, lease.slots, load.id)
 
     def _extended(self, lease: Lease, num_fresh: int, tokens: bytes) -> Grant:
+        self._moves += 1
         pool = self.pools[DEVICE]
         lease.tokens += tokens
         lease.slots = b"".join([lease.slots, *pool.take(num_fresh)])
@@ -804,6 +813,7 @@ class Index:
         """
         if num_pages <= lease.committed:
             return b""
+        self._moves += 1
         page_bytes = self.page_bytes
         tree, pool = self.tree, self.pools[DEVICE]
         start, end = lease.committed * page_bytes, num_pages * page_bytes
@@ -861,6 +871,7 @@ class Index:
             kept = []
             for number, slots in lease.duplicates:
                 if 0 < number <= seen:
+                    self._moves += 1
                     pool.leased -= len(slots) // SLOT_BYTES
                     pool.give(slots)
                 else:
@@ -875,6 +886,7 @@ class Index:
         """Exactly what it took: its own slots to the free list, its pins let go. The end of every lease."""
         s = lease.session
         pool = self.pools[DEVICE]
+        self._moves += 1
         own = lease.own_slots
         if s.ended:
             pool.fenced -= len(own) // SLOT_BYTES
@@ -915,6 +927,7 @@ class Index:
         return sum(pin.num_pages for pin in pins)
 
     def _let_go(self, pins: list[Pin]) -> None:
+        self._moves += 1
         for pin in pins:
             for c in reversed(range(len(pin.nodes))):
                 self.tree.unpin(c, pin.nodes[c])
@@ -1057,6 +1070,7 @@ class Index:
     def _written(self, ticket: Ticket) -> None:
         """A write-through's ack, in the order of sending."""
         tree, pool = self.tree, self.pools[HOST]
+        self._moves += 1
         assert ticket.end is not None
         if ticket.cancelled:
             pool.fenced -= len(ticket.fenced) // SLOT_BYTES
@@ -1106,6 +1120,7 @@ class Index:
         """A load-back's ack: its pages are the tree's if the lease still stands."""
         lease = ticket.lease
         assert lease is not None
+        self._moves += 1
         lease.load = None
         s = lease.session
         if not ok:

@@ -24,7 +24,7 @@ def check(index: Index) -> list[str]:
 
 
 def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[None]:
-    """`check` in slices of `max_nodes`; what it finds is appended. Worth something only if `version` held still."""
+    """`check` in slices of `max_nodes`; what it finds is appended. Void if `index.revision` changed meanwhile."""
     tree = index.tree
     C = tree.C  # noqa: N806
     owned: list[list[bytes]] = [[] for _ in range(C)]  # slots by owner, per cell
@@ -33,7 +33,11 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
     unlocked = [0] * C
     num_nodes = 0
     expected = _expected_locks(index, found)
-    order = [_order(index, c, found) for c in range(C)]
+    order: list[dict[Node, int]] = [{} for _ in range(C)]
+    for c in range(C):
+        for _ in _order(index, c, found, order[c]):
+            if len(order[c]) % max_nodes == 0:
+                yield
     for node in tree.nodes():
         num_nodes += 1
         pages, rest = divmod(len(node.key), tree.page_bytes)
@@ -171,18 +175,19 @@ def _range(index: Index, found: list[str], ticket: Ticket) -> None:
         found.append(f"ticket {ticket.id}: its range of {ticket.num_pages} pages is off by {left}")
 
 
-def _order(index: Index, c: int, found: list[str]) -> dict[Node, int]:
-    """The eviction list of a cell, oldest first, and that it is linked both ways."""
+def _order(index: Index, c: int, found: list[str], order: dict[Node, int]) -> Iterator[None]:
+    """Fill in the eviction list of a cell, oldest first, and see that it is linked both ways."""
     C = index.tree.C  # noqa: N806
     end = index.tree.ends[c]
-    order: dict[Node, int] = {}
     before, node = end, end.cells[3 * C + c]
     while node is not end:
         if node in order:
             found.append(f"{Tier(c).name} eviction list runs in a circle at {node!r}")
-            break
+            return
         if node.cells[2 * C + c] is not before:
             found.append(f"{Tier(c).name} eviction list is broken before {node!r}")
         order[node] = len(order)
         before, node = node, node.cells[3 * C + c]
-    return order
+        yield
+        if not node.cells:
+            return  # it changed under our hands, and what we find is void
