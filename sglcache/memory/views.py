@@ -1,0 +1,68 @@
+"""A runner's side of a device pool: the same bytes, seen as K and V of each layer."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from sglcache.errors import BadRequest, ClosedError
+from sglcache.memory.geometry import Geometry
+from sglcache.memory.mapping import map_shared
+
+
+class KVViews:
+    """Tensors on one shard's device pool. Writes are seen by every process that maps it, at once and uncopied.
+
+    Index the first axis with a lease's slots; write only to pages of a lease of yours that are not committed.
+
+    `fd` is the shard's memfd; it stays the caller's, who may close it at once. ProtocolError if it does not fit the
+    geometry. After `close`, and in a forked child, every property raises ClosedError; a tensor that was taken before
+    the fork ends the child when touched (see `mapping`).
+    """
+
+    def __init__(self, fd: int, geometry: Geometry, shard: int = 0) -> None:
+        if not 0 <= shard < geometry.num_shards:
+            raise BadRequest(f"shard {shard} of {geometry.num_shards}", shard=shard, num_shards=geometry.num_shards)
+        self.geometry = geometry
+        self.shard = shard
+        self._pid = os.getpid()
+        region = map_shared(fd, geometry.pool_bytes)
+        pages = torch.frombuffer(region, dtype=torch.uint8).view(geometry.num_pages, geometry.page_bytes)
+        # [num_pages, 2 (k, v), num_layers, page_size, shard_heads, head_dim]
+        both = pages.view(getattr(torch, geometry.dtype)).view(geometry.num_pages, *geometry.page_shape)
+        self._tensors: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
+            pages,
+            tuple(both[:, 0, layer] for layer in range(geometry.num_layers)),
+            tuple(both[:, 1, layer] for layer in range(geometry.num_layers)),
+        )
+
+    @property
+    def pages(self) -> Tensor:
+        """uint8 [num_pages, page_bytes], contiguous."""
+        return self._open()[0]
+
+    @property
+    def k(self) -> tuple[Tensor, ...]:
+        """Per layer: [num_pages, page_size, shard_heads, head_dim] of the geometry's dtype; strided over pages."""
+        return self._open()[1]
+
+    @property
+    def v(self) -> tuple[Tensor, ...]:
+        """As `k`."""
+        return self._open()[2]
+
+    def close(self) -> None:
+        """Let go of the mapping, which goes with the last tensor that was made from it: those you kept stay good.
+
+        Harmless when repeated, and in a forked child, where there is nothing to unmap.
+        """
+        self._tensors = None
+
+    def _open(self) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        if self._tensors is None:
+            raise ClosedError("the views are closed")
+        if os.getpid() != self._pid:
+            raise ClosedError("the views belong to the parent of this forked process; attach anew")
+        return self._tensors

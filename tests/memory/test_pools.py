@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_facts import in_child, mapped
+
+from sglcache.errors import BadRequest, ClosedError, ConfigError, ProtocolError
+from sglcache.memory import pools as pools_module
+from sglcache.memory.geometry import Geometry
+from sglcache.memory.pools import DevicePools, HostPools, Pool
+from sglcache.memory.views import KVViews
+
+NAME = "sglcache-device-0"
+
+
+@pytest.fixture
+def pools(geometry: Geometry) -> Iterator[DevicePools]:
+    pools = DevicePools(geometry)
+    yield pools
+    pools.close()
+
+
+def test_each_shard_has_all_pages_and_nothing_is_touched(geometry: Geometry, pools: DevicePools) -> None:
+    host = HostPools(geometry)
+    for tier, num_pages in ((pools, 8), (host, 6)):
+        assert len(tier.shards) == 2
+        for pool in tier.shards:
+            assert pool.pages.shape == (num_pages, geometry.page_bytes)
+            assert pool.pages.dtype == torch.uint8
+            assert os.fstat(pool.fd).st_size == pool.num_bytes == num_pages * geometry.page_bytes
+            assert os.fstat(pool.fd).st_blocks == 0
+    host.close()
+
+
+def test_without_host_pages_there_is_no_host_pool(geometry: Geometry) -> None:
+    assert HostPools(replace(geometry, host_pages=0)).shards == ()
+
+
+def test_a_closed_pool_says_so_and_is_unmapped_with_its_last_tensor(pools: DevicePools) -> None:
+    page = pools.shards[0].pages[3]
+    pools.close()
+    pools.close()
+    with pytest.raises(ClosedError):
+        _ = pools.shards[0].pages
+    assert page.fill_(4).sum() == 4 * len(page)
+    assert mapped(NAME) == 1
+    del page
+    assert mapped(NAME) == 0
+
+
+def test_a_tier_that_fails_halfway_leaves_nothing(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[Pool] = []
+
+    class Second(Pool):
+        def __init__(self, name: str, num_pages: int, page_bytes: int) -> None:
+            if created:
+                raise ConfigError("no more")
+            super().__init__(name, num_pages, page_bytes)
+            created.append(self)
+
+    monkeypatch.setattr(pools_module, "Pool", Second)
+    with pytest.raises(ConfigError):
+        DevicePools(geometry)
+    assert mapped(NAME) == 0  # and conftest counts the descriptors
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_views_are_the_pages_bytes_in_the_stated_order(geometry: Geometry, dtype: str) -> None:
+    geometry = replace(geometry, dtype=dtype)
+    pools = DevicePools(geometry)
+    views = KVViews(pools.shards[1].fd, geometry, shard=1)
+    assert len(views.k) == len(views.v) == geometry.num_layers
+    for layer in range(geometry.num_layers):
+        for which, tensor in enumerate((views.k[layer], views.v[layer])):
+            assert tensor.shape == (8, 4, 2, 8)
+            assert tensor.dtype == getattr(torch, dtype)
+            tensor.fill_(10 * which + layer + 1)
+
+    pages = pools.shards[1].pages.view(tensor.dtype).view(8, *geometry.page_shape)
+    expected = torch.tensor([[1, 2, 3], [11, 12, 13]], dtype=tensor.dtype).view(1, 2, 3, 1, 1, 1)
+    assert torch.equal(pages, expected.expand_as(pages))  # so K and V of all layers cover every byte
+    assert torch.equal(views.pages, pools.shards[1].pages)
+    assert not pools.shards[0].pages.any()
+    pools.close()
+
+
+def test_a_page_table_writes_its_pages_and_no_other(geometry: Geometry, pools: DevicePools) -> None:
+    views = KVViews(pools.shards[0].fd, geometry)
+    views.v[2][torch.tensor([6, 1])] = 1.0
+    touched = pools.shards[0].pages.any(dim=1).nonzero().flatten().tolist()
+    assert touched == [1, 6]
+
+
+def test_views_outlive_the_pool_and_the_descriptor(geometry: Geometry, pools: DevicePools) -> None:
+    views = KVViews(pools.shards[0].fd, geometry)
+    pools.close()
+    views.k[0].fill_(2)
+    assert views.k[0].sum() == 2 * views.k[0].numel()
+
+
+def test_kept_tensors_stay_good_after_close_and_the_last_one_unmaps(geometry: Geometry, pools: DevicePools) -> None:
+    views = KVViews(pools.shards[0].fd, geometry)
+    pools.close()
+    kept = views.k[1][2:4]
+    views.close()
+    views.close()
+    for name in ("k", "v", "pages"):
+        with pytest.raises(ClosedError):
+            getattr(views, name)
+    kept.fill_(3)
+    assert mapped(NAME) == 1
+    del kept
+    assert mapped(NAME) == 0
+
+
+def test_a_forked_child_is_refused_and_cannot_write(geometry: Geometry, pools: DevicePools) -> None:
+    views = KVViews(pools.shards[0].fd, geometry)
+    kept = views.k[0]
+
+    def refused() -> bool:
+        with pytest.raises(ClosedError, match="forked"):
+            _ = views.k
+        views.close()
+        return mapped(NAME) == 0
+
+    assert in_child(refused) == 0
+    assert in_child(lambda: kept.fill_(1)) == -signal.SIGSEGV
+    assert not views.pages.any()
+
+
+def test_what_does_not_fit_the_geometry_is_not_viewed(geometry: Geometry, pools: DevicePools) -> None:
+    with pytest.raises(ProtocolError, match="are needed"):
+        KVViews(pools.shards[0].fd, replace(geometry, num_pages=9))
+    with pytest.raises(BadRequest, match="shard 2 of 2"):
+        KVViews(pools.shards[0].fd, geometry, shard=2)
