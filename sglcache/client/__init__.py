@@ -1,4 +1,4 @@
-"""The two clients: a model runner's (`Client`, `Worker`) and a router's (`mirror.Mirror`), each loaded when asked for."""
+"""A model runner's client (`Client`, `Worker`) and a router's mirror (`mirror.Mirror`), each loaded when asked for."""
 
 from __future__ import annotations
 

@@ -118,6 +118,8 @@ class Mirror:
     ) -> None:
         self.state = MirrorState()
         self.bad_messages = 0
+        self.batches = 0  # taken in, live and replayed ones
+        self.payload_bytes = 0  # of these
         self.replays = 0  # asked for
         self._replay_endpoint = replay_endpoint
         self._replay_timeout_s = replay_timeout_s
@@ -236,6 +238,8 @@ class Mirror:
         news = self.state.apply(seq, batch, replayed)
         if news is None:
             return False
+        self.batches += 1
+        self.payload_bytes += len(payload)
         self._answered_anew = self._answered_anew or batch.starts_anew
         self._hand_on(seq, news, facts)
         return True

@@ -74,6 +74,13 @@ class EventRing:
         self.complete(event, generation)
         return event, generation
 
+    def record_unrung(self) -> tuple[int, int]:
+        """As `record`, without the doorbell: for an event that the daemon is told of next, and looks at then."""
+        event, generation = self.reserve()
+        self._words[event] = generation
+        self._free.append(event)
+        return event, generation
+
     def close(self) -> None:
         """Close both descriptors, this process's own, and unmap. Harmless when repeated, and in a forked child."""
         if not self._closed:

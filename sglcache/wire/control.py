@@ -35,7 +35,7 @@ class Hello(Frame):
     """Client's first frame. Descriptors beside it, for a role that touches pages: [event ring memfd, doorbell eventfd].
 
     The event ring is uint64 [num_events] in the memfd: event i of generation g is done once ring[i] >= g.
-    The client writes the ring, then adds 1 to the doorbell.
+    The client writes the ring, then adds 1 to the doorbell; it need not ring for an event that it names after that.
     """
 
     protocol: int
@@ -225,7 +225,10 @@ Command = (
 
 
 class Granted(Frame):
-    """To Acquire and Extend: see core.effects.Grant. `load` = [load slot, generation] where host_tokens > 0."""
+    """To Acquire and Extend: see core.effects.Grant.
+
+    `load` = [load slot, generation] where host_tokens > 0; None there: it is readable already.
+    """
 
     request: int
     lease: int

@@ -1,0 +1,296 @@
+"""A client's end of the control socket: hello, requests and their answers, and what a forked child may not keep.
+
+Blocking, under one lock: a thread that waits for its answer keeps the others out, and answers that it finds on the
+way are kept for whom they are for. Requests can be sent ahead (`begin`) and waited for later, in any order; each that
+was begun should be waited for. While the daemon does not take what is sent, its answers are read, so that two that
+both write can't wait for each other.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket as sockets
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from sglcache.errors import ClosedError, Forbidden, ProtocolError, SglcacheError, Unavailable
+from sglcache.wire import control
+from sglcache.wire.control import HEADER
+
+HELLO_TIMEOUT_S = 10.0
+MAX_FDS = 253  # the kernel's SCM_MAX_FD
+RECV_BYTES = 1 << 16
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+Request: TypeAlias = (
+    control.Acquire
+    | control.Extend
+    | control.Commit
+    | control.Release
+    | control.Peek
+    | control.Pin
+    | control.Unpin
+    | control.Clear
+    | control.Ping
+    | control.Status
+    | control.Dump
+    | control.Bye
+)
+Answer: TypeAlias = control.Granted | control.CommitDone | control.Done
+
+_encode = control.encode
+_decode = msgspec.msgpack.Decoder(control.Answer).decode
+_decode_first = msgspec.msgpack.Decoder(control.Welcome | control.Refusal).decode
+
+
+class Connection:
+    """Attached from construction to `close`, or to the fork in the child.
+
+    Errors of construction: Unavailable (no daemon, or none that answers), and what the daemon refuses with. Later:
+    what the daemon answers, Unavailable once the connection is at its end, ClosedError once this side closed it.
+    """
+
+    def __init__(self, path: Path, hello: control.Hello, fds: Sequence[int]) -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        self.fds: list[int] = []
+        """What came with the welcome; whoever takes one out owns it."""
+        self._answers: dict[int, Answer | control.Failure] = {}
+        self._rest = b""
+        self._request = 0
+        self._closed: str | None = None
+        self._error: SglcacheError | None = None  # why the connection is at its end
+        self._sock = _connect(path)
+        try:
+            self.welcome = self._attach(hello, fds)
+            self._sock.settimeout(None)
+        except BaseException:
+            self._sock.close()
+            _close_all(self.fds)
+            raise
+        self._recv, self._send_some = self._sock.recv, self._sock.send
+
+    # -- requests ---------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """The next request's number. With the lock held."""
+        self._request += 1
+        return self._request
+
+    def send(self, command: control.Frame) -> None:
+        """Send without waiting for an answer. With the lock held."""
+        payload = _encode(command)
+        self._write(len(payload).to_bytes(HEADER, "big") + payload)
+
+    def wait(self, request: int) -> Answer:
+        """The answer to a request that was sent, or the error that it is. With the lock held."""
+        answer = self._answers.pop(request, None) if self._answers else None
+        while answer is None:
+            got = self._read()
+            if got.request == request:
+                answer = got
+            else:
+                self._keep(got)
+        if type(answer) is control.Failure:
+            raise SglcacheError.from_code(answer.code, answer.message, answer.facts)
+        return answer  # type: ignore[return-value]
+
+    def pull(self) -> None:
+        """Take in what has arrived, without waiting. With the lock held."""
+        self._check()
+        with contextlib.suppress(BlockingIOError):
+            self._rest += self._receive(sockets.MSG_DONTWAIT)
+        while len(self._rest) >= HEADER and len(self._rest) >= HEADER + int.from_bytes(self._rest[:HEADER], "big"):
+            self._keep(self._read())
+
+    def fileno(self) -> int:
+        """Readable when `pull` would find something."""
+        self._check()
+        return self._sock.fileno()
+
+    def close(self, why: str = "this client is closed") -> None:
+        """Close this process's end; `why` is what ClosedError says from now on. Idempotent."""
+        if self._closed is None:
+            self._closed = why
+            self._sock.close()
+            _close_all(self.fds)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed is not None
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    def _attach(self, hello: control.Hello, fds: Sequence[int]) -> control.Welcome:
+        sock = self._sock
+        sock.settimeout(HELLO_TIMEOUT_S)
+        rights = [(sockets.SOL_SOCKET, sockets.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            sock.sendmsg([control.frame(hello)], rights)
+            size = int.from_bytes(self._receive_first(HEADER), "big")
+            if size > control.MAX_FRAME:
+                raise ProtocolError(f"{self.path} is no sglcache socket: its first frame has {size} bytes")
+            first = _decode_first(self._receive_first(size))
+        except TimeoutError:
+            raise Unavailable(f"the daemon at {self.path} did not answer within {HELLO_TIMEOUT_S:g} s") from None
+        except OSError as exc:
+            raise Unavailable(f"the daemon at {self.path} went away: {exc}") from exc
+        except msgspec.DecodeError as exc:
+            raise ProtocolError(f"{self.path} is no sglcache socket: {exc}") from None
+        if isinstance(first, control.Refusal):
+            raise SglcacheError.from_code(first.code, first.message, first.facts)
+        if first.protocol != control.PROTOCOL:
+            raise ProtocolError(f"the daemon speaks protocol {first.protocol}, this client {control.PROTOCOL}")
+        return first
+
+    def _receive_first(self, size: int) -> bytes:
+        """Exactly so many bytes, and the descriptors that come with them."""
+        data = b""
+        while len(data) < size:
+            part, rights, flags, _ = self._sock.recvmsg(
+                size - len(data), sockets.CMSG_SPACE(4 * MAX_FDS), sockets.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, packed in rights:
+                if level == sockets.SOL_SOCKET and kind == sockets.SCM_RIGHTS:
+                    fds = array.array("i")
+                    fds.frombytes(packed)
+                    self.fds += fds
+            if flags & sockets.MSG_CTRUNC:
+                raise Unavailable("this process can't take the daemon's descriptors; raise its limit (ulimit -n)")
+            if not part:
+                raise Unavailable(f"the daemon at {self.path} closed the connection without an answer")
+            data += part
+        return data
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise ClosedError(self._closed)
+        if self._error is not None:
+            raise SglcacheError.from_code(self._error.code, self._error.message, self._error.facts)
+
+    def _write(self, frame: bytes) -> None:
+        if self._closed is not None or self._error is not None:
+            self._check()
+        try:
+            sent = self._send_some(frame, sockets.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError as exc:
+            raise self._over(exc) from None
+        if sent != len(frame):
+            self._write_rest(frame, sent)
+
+    def _write_rest(self, frame: bytes, sent: int) -> None:
+        """The socket is full: read what the daemon has to say until it takes the rest."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | select.POLLOUT)
+        try:
+            while sent < len(frame):
+                for _, events in poll.poll():
+                    if events & select.POLLIN:
+                        self.pull()
+                    if events & ~select.POLLIN:
+                        with contextlib.suppress(BlockingIOError):
+                            sent += self._send_some(frame[sent:], sockets.MSG_DONTWAIT)
+        except OSError as exc:
+            raise self._over(exc) from None
+        except BaseException:  # half a frame is out: nothing more can be said
+            if self._error is None:
+                self._error = Unavailable("an interrupted write broke the connection; attach anew")
+            raise
+
+    def _read(self) -> Answer | control.Failure:
+        """The next frame, waiting for it."""
+        data = self._rest
+        if not data:
+            if self._closed is not None or self._error is not None:
+                self._check()
+            data = self._rest = self._receive()
+        while len(data) < HEADER:
+            data = self._rest = data + self._receive()
+        stop = HEADER + int.from_bytes(data[:HEADER], "big")
+        if len(data) < stop:
+            parts = [data]
+            have = len(data)
+            try:
+                while have < stop:
+                    parts.append(self._receive())
+                    have += len(parts[-1])
+            finally:
+                data = self._rest = b"".join(parts)
+        self._rest = data[stop:]
+        try:
+            return _decode(data[HEADER:stop])
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            self._error = ProtocolError(f"the daemon sent what is no answer: {exc}")
+            raise self._error from None
+
+    def _receive(self, flags: int = 0) -> bytes:
+        try:
+            data = self._recv(RECV_BYTES, flags)
+        except BlockingIOError:
+            raise
+        except OSError as exc:
+            raise self._over(exc) from None
+        if not data:
+            raise self._over(None)
+        return data
+
+    def _keep(self, answer: Answer | control.Failure) -> None:
+        if answer.request:
+            self._answers[answer.request] = answer
+            return
+        assert isinstance(answer, control.Failure), f"an answer to no request: {answer}"
+        self._error = SglcacheError.from_code(answer.code, answer.message, answer.facts)
+        raise self._error
+
+    def _over(self, exc: OSError | None) -> SglcacheError:
+        """The connection is at its end. What the daemon said last says more than the socket does."""
+        if self._error is None:
+            try:
+                while data := self._recv(RECV_BYTES, sockets.MSG_DONTWAIT):
+                    self._rest += data
+            except OSError:
+                pass
+            self._error = Unavailable(f"the daemon at {self.path} went away" + (f": {exc}" if exc else ""))
+            rest = self._rest
+            while len(rest) >= HEADER and len(rest) >= (stop := HEADER + int.from_bytes(rest[:HEADER], "big")):
+                with contextlib.suppress(msgspec.DecodeError):
+                    last = _decode(rest[HEADER:stop])
+                    if isinstance(last, control.Failure) and last.request == 0:
+                        self._error = SglcacheError.from_code(last.code, last.message, last.facts)
+                rest = rest[stop:]
+            self._rest = b""
+        return self._error
+
+
+def _connect(path: Path) -> sockets.socket:
+    sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(HELLO_TIMEOUT_S)
+        sock.connect(os.fspath(path))
+        _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid():  # it would see our tokens, and we would write into its memory
+            raise Forbidden(f"the daemon at {path} is of uid {uid}, and we are {os.geteuid()}", uid=uid)
+    except (OSError, Forbidden) as exc:
+        sock.close()
+        if isinstance(exc, Forbidden):
+            raise
+        raise Unavailable(
+            f"no daemon at {path} ({exc.strerror or exc}); start one with `sglcache serve`, "
+            "or name its socket in SGLCACHE_SOCKET"
+        ) from None
+    return sock
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())

@@ -1,0 +1,193 @@
+"""One control connection: frames in, answers out, and not more of either than the loop and the peer can take.
+
+A turn serves at most `MAX_TURN` frames of a connection, then others get theirs. A peer that does not read its answers
+is not read from. What is no frame of the protocol ends the connection, after a `Failure` that says why, and has done
+nothing (law 11).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from sglcache.errors import Forbidden, ProtocolError, SglcacheError
+from sglcache.server.owner import Owner
+from sglcache.wire import control
+from sglcache.wire.control import HEADER, MAX_FRAME
+
+MAX_TURN = 64  # frames of one connection in one turn
+WRITE_HIGH_WATER = 1 << 20  # bytes of answers that wait for a peer to read before it is no longer read from
+CLOSE_S = 5.0  # what a peer gets to read why it was thrown out
+
+C = TypeVar("C", bound="Connection")
+Handler = Callable[[C, Any], None]
+Handlers = dict[type, Handler[C]]
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_decode = msgspec.msgpack.Decoder(control.Command).decode
+_encode = control.encode
+
+
+class Connection(asyncio.Protocol):
+    """`handlers` decides, by the command's type, what this peer may do now; it may change between two frames."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.handlers: Handlers[Any] = {}
+        self.role = ""
+        self.transport: asyncio.Transport | None = None
+        self.lost = False  # the socket is at its end
+        self._out: list[bytes] = []
+        self._rest: bytearray | None = None  # what is not a whole frame yet, or not served yet
+        self._backlog = False  # whole frames in `_rest` wait for their turn
+        self._blocked = False  # the peer does not read
+        self._closing = False  # no more commands are taken
+        self._ending = False  # the turn's answers are the last thing to be said
+        self._reading = True
+
+    # -- out ----------------------------------------------------------------------------------------------
+
+    def reply(self, answer: control.Frame) -> None:
+        """Queue an answer; the turn writes it."""
+        payload = _encode(answer)
+        out = self._out
+        if not out:
+            self.owner.dirty.append(self)
+        out.append(len(payload).to_bytes(HEADER, "big"))
+        out.append(payload)
+
+    def fail(self, request: int, error: SglcacheError) -> None:
+        self.reply(control.Failure(request, error.code, error.message, error.facts))
+
+    def flush(self) -> None:
+        out = self._out
+        self._out = []
+        transport = self.transport
+        if transport is not None:
+            transport.write(b"".join(out))
+            if self._ending:
+                self.transport = None
+                transport.close()
+                self.owner.loop.call_later(CLOSE_S, transport.abort)
+
+    def throw_out(self, error: SglcacheError) -> None:
+        """Tell the peer why, as a failure of request 0, and close. What it sent beyond that is not looked at."""
+        if self._closing:
+            return
+        self._closing = self._ending = True
+        self._rest = None
+        self.fail(0, error)
+
+    def abort(self) -> None:
+        """Close at once. `connection_lost` follows."""
+        self._closing = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- in -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(WRITE_HIGH_WATER)
+        if self._closing:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        rest = self._rest
+        if rest is None:
+            self._serve(data)
+        else:
+            rest += data
+            if not self._backlog:
+                self._serve(rest)
+
+    def _serve(self, data: bytes | bytearray) -> None:
+        """Serve the whole frames of `data`, at most a turn's worth, and keep the rest."""
+        at, size, left = 0, len(data), MAX_TURN
+        while size - at >= HEADER:
+            start = at + HEADER
+            stop = start + int.from_bytes(data[at:start], "big")
+            if stop > size:
+                if (num_bytes := stop - start) > MAX_FRAME:
+                    self._protocol(f"a frame of {num_bytes} bytes; at most {MAX_FRAME} are taken", num_bytes=num_bytes)
+                break
+            if left == 0:
+                self._backlog = True
+                self.owner.loop.call_soon(self._resume)
+                break
+            left -= 1
+            try:
+                command = _decode(data[start:stop])
+            except DECODE_ERRORS as exc:
+                self._protocol(f"a frame that is no command: {exc}")
+                break
+            at = stop
+            handler = self.handlers.get(type(command))
+            try:
+                if handler is None:
+                    raise Forbidden(f"a {self.role} may not send {type(command).__name__}", role=self.role)
+                handler(self, command)
+            except SglcacheError as error:
+                request = getattr(command, "request", None)
+                if request is None:  # it has no answer to put it in
+                    self.throw_out(error)
+                    break
+                self.fail(request, error)
+            if self._closing:
+                break
+        if self._closing or at == size:
+            self._rest = None
+        elif at or not isinstance(data, bytearray):
+            self._rest = bytearray(memoryview(data)[at:])
+        else:
+            self._rest = data
+        self.owner.end_turn()
+        if self._backlog or not self._reading:
+            self._flow()
+
+    def _protocol(self, message: str, **facts: Any) -> None:
+        self.throw_out(ProtocolError(message, **facts))
+
+    def _resume(self) -> None:
+        if self._blocked:  # `resume_writing` comes back to it
+            return
+        self._backlog = False
+        if self._rest is not None and not self._closing:
+            self._serve(self._rest)
+        self._flow()
+
+    def pause_writing(self) -> None:
+        self._blocked = True
+        self._flow()
+
+    def resume_writing(self) -> None:
+        self._blocked = False
+        if self._backlog:
+            self.owner.loop.call_soon(self._resume)
+        self._flow()
+
+    def stop_reading(self) -> None:
+        """Take no more commands, for good; answers that are owed still go out."""
+        self._closing = True
+        self._flow()
+
+    def _flow(self) -> None:
+        reading = not (self._backlog or self._blocked or self._closing)
+        if reading is not self._reading and self.transport is not None and not self.transport.is_closing():
+            self._reading = reading
+            if reading:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self.transport = None
+        self._rest = None
+        self._out = []
+        self._closing = True

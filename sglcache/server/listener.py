@@ -1,0 +1,284 @@
+"""The control socket's front door: the listening socket, who is on the other end, and the first frame.
+
+All of this happens on raw non-blocking sockets, before uvloop owns the connection: file descriptors travel beside the
+first frames, and uvloop would throw them away. A peer that says nothing, too much or the wrong thing is refused
+within `HELLO_TIMEOUT_S` and holds nothing of ours.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from sglcache import paths
+from sglcache.errors import ConfigError, Forbidden, ProtocolError, SglcacheError
+from sglcache.wire import control
+
+logger = logging.getLogger("sglcache.listener")
+
+HELLO_TIMEOUT_S = 5.0
+MAX_HELLO = 4096  # bytes of the first frame
+MAX_HELLO_FDS = 2
+MAX_WAITING = 256  # peers that have not said hello yet
+SO_PEERPIDFD = 77  # Linux 6.5; absent from Python's socket module
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class Peer:
+    """Who connected: the connection, its process and the descriptors it sent. Owned by whoever took it."""
+
+    __slots__ = ("fds", "pid", "pidfd", "sock")
+
+    def __init__(self, sock: socket.socket, pid: int, pidfd: int) -> None:
+        self.sock = sock
+        self.pid = pid
+        self.pidfd = pidfd  # readable once the process is dead, forked children or not
+        self.fds: list[int] = []
+
+    def close(self) -> None:
+        self.sock.close()
+        close_fds([self.pidfd, *self.fds])
+        self.pidfd, self.fds = -1, []
+
+    def send(self, answer: control.Frame, fds: list[int]) -> None:
+        """Send the one answer to a hello, on the empty and thus large enough buffer of a new socket. OSError."""
+        frame = control.frame(answer)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = self.sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        if sent != len(frame):
+            raise OSError(errno.EAGAIN, f"{sent} of {len(frame)} bytes of the answer to a hello were taken")
+
+
+def close_fds(fds: list[int]) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def identify(sock: socket.socket) -> Peer:
+    """The process that called connect(). `Forbidden` if it is of another user, OSError if it is gone."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise Forbidden(f"this rank serves uid {os.geteuid()}, and the peer is uid {uid}", uid=uid)
+    try:
+        pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as exc:
+        if exc.errno != errno.ENOPROTOOPT:
+            raise
+        # Before Linux 6.5. The number could be another process's by now only if the peer is dead and reaped.
+        pidfd = os.pidfd_open(pid)
+    return Peer(sock, pid, pidfd)
+
+
+class _Hearing:
+    """One peer that has yet to say hello."""
+
+    __slots__ = ("buffer", "listener", "peer", "timer")
+
+    def __init__(self, listener: Listener, peer: Peer) -> None:
+        self.listener = listener
+        self.peer = peer
+        self.buffer = b""
+        loop = listener.loop
+        self.timer = loop.call_later(HELLO_TIMEOUT_S, self.expired)
+        loop.add_reader(peer.sock.fileno(), self.readable)
+
+    def stop(self) -> None:
+        self.timer.cancel()
+        self.listener.loop.remove_reader(self.peer.sock.fileno())
+        self.listener.hearing.discard(self)
+
+    def expired(self) -> None:
+        self.refuse(ProtocolError(f"no hello within {HELLO_TIMEOUT_S:g} s"))
+
+    def refuse(self, error: SglcacheError) -> None:
+        self.stop()
+        refuse(self.peer, error)
+
+    def readable(self) -> None:
+        try:
+            hello = self.read()
+        except SglcacheError as error:
+            self.refuse(error)
+        except OSError:
+            self.stop()
+            self.peer.close()
+        else:
+            if hello is not None:
+                self.stop()
+                self.listener.welcome(self.peer, hello)
+
+    def read(self) -> control.Hello | None:
+        """Read what is there, but not a byte past the hello: what follows is uvloop's. None: there is more to come."""
+        if len(self.buffer) < control.HEADER and not self.receive(control.HEADER):
+            return None
+        size = int.from_bytes(self.buffer[: control.HEADER], "big")
+        if size > MAX_HELLO:
+            raise ProtocolError(f"a hello of {size} bytes; at most {MAX_HELLO} are taken", num_bytes=size)
+        if not self.receive(control.HEADER + size):
+            return None
+        try:
+            return _decode_hello(self.buffer[control.HEADER :])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise ProtocolError(f"the first frame is no hello: {exc}") from None
+
+    def receive(self, upto: int) -> bool:
+        """Fill the buffer to `upto` bytes; False if they are not all there yet."""
+        while (missing := upto - len(self.buffer)) > 0:
+            try:
+                data, rights, flags, _ = self.peer.sock.recvmsg(
+                    missing, socket.CMSG_SPACE(4 * (MAX_HELLO_FDS + 1)), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return False
+            for level, kind, packed in rights:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fds = array.array("i")
+                    fds.frombytes(packed[: len(packed) // fds.itemsize * fds.itemsize])
+                    self.peer.fds += fds
+            if flags & socket.MSG_CTRUNC or len(self.peer.fds) > MAX_HELLO_FDS:
+                raise ProtocolError(f"more than {MAX_HELLO_FDS} descriptors beside a hello")
+            if not data:
+                raise ConnectionResetError("the peer left before its hello")
+            self.buffer += data
+        return True
+
+
+_decode_hello = msgspec.msgpack.Decoder(control.Hello).decode
+
+
+def refuse(peer: Peer, error: SglcacheError) -> None:
+    """Say why, as well as a peer that may be gone can be told, and close."""
+    logger.warning("refused pid %d: %s", peer.pid, error.message)
+    with contextlib.suppress(OSError):
+        peer.send(control.Refusal(error.code, error.message, error.facts), [])
+    peer.close()
+
+
+class Listener:
+    """Owns the listening socket and the peers that have not said hello. `welcome` takes over those that have."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, path: Path, welcome: Callable[[Peer, control.Hello], None]
+    ) -> None:
+        self.loop = loop
+        self.path = path
+        self.welcome = welcome
+        self.hearing: set[_Hearing] = set()
+        self._lock = -1
+        self._sock: socket.socket | None = None
+        self._retry: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Bind and listen. ConfigError if a live daemon has this socket, or the place is no good."""
+        path = self.path
+        paths.check_length(path)
+        try:
+            if path.parent == paths.runtime_dir():
+                paths.make_private(path.parent)
+            else:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _claim(path)
+            sock = self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            mask = os.umask(0o177)  # the socket is 0600 from its first moment
+            try:
+                sock.bind(os.fspath(path))
+            finally:
+                os.umask(mask)
+            sock.listen(128)
+        except OSError as exc:
+            self.close()
+            raise ConfigError(f"the control socket {path} can't be made: {exc}", path="control.socket") from exc
+        except ConfigError:
+            self.close()
+            raise
+        self.loop.add_reader(sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stop listening, remove the socket, and drop whoever has not said hello. Idempotent."""
+        if self._retry is not None:
+            self._retry.cancel()
+        for hearing in list(self.hearing):
+            hearing.stop()
+            hearing.peer.close()
+        if self._sock is not None:
+            self.loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+            self._sock = None
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        if self._lock >= 0:  # last: until here nobody else can have bound the path
+            os.close(self._lock)
+            self._lock = -1
+
+    def _accept(self) -> None:
+        assert self._sock is not None
+        for _ in range(64):  # then others get their turn
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                # Out of descriptors or memory: the peer stays in the backlog, and to poll for it would spin.
+                logger.error("can't accept: %s; trying again in 1 s", exc)
+                self.loop.remove_reader(self._sock.fileno())
+                self._retry = self.loop.call_later(1.0, self._resume)
+                return
+            sock.setblocking(False)
+            if len(self.hearing) >= MAX_WAITING:
+                sock.close()
+                continue
+            try:
+                peer = identify(sock)
+            except SglcacheError as error:
+                refuse(Peer(sock, -1, -1), error)
+            except OSError:
+                sock.close()
+            else:
+                self.hearing.add(_Hearing(self, peer))
+
+    def _resume(self) -> None:
+        self._retry = None
+        if self._sock is not None:
+            self.loop.add_reader(self._sock.fileno(), self._accept)
+
+
+def _claim(path: Path) -> int:
+    """Hold the path for as long as the descriptor is open, and remove a dead daemon's socket.
+
+    The lock is a file's beside the socket, which the kernel gives up with its holder: no try-and-see by connecting,
+    whose answer is old when it comes. The file itself stays, for to remove it would let two hold it.
+    """
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(lock)
+        if exc.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+            raise
+        raise ConfigError(
+            f"a live daemon has {path}; stop it, or give this one another socket with control.socket",
+            path="control.socket",
+        ) from None
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{path} is there and is no socket; remove it", path="control.socket")
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock

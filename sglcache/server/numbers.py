@@ -1,0 +1,73 @@
+"""The first sequence number of a life: above every number of every earlier life, whatever the clock does (law 6).
+
+It is max(clock in µs, reserved + 1). `reserved` lies in a small file and is moved ahead before it is reached, so
+that no batch ever bears a number above what the file says: a life that ends without a word, and a clock that then
+steps back, do no harm. Two ranks may share a file; they then only leave more numbers out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from sglcache.errors import ConfigError
+
+# Numbers bought with one write of the file. A life starts at the clock's µs and uses far fewer than a million a
+# second, so even lives of no length, one after the other, stay near the clock.
+STRIDE = 10_000_000
+
+
+class Numbers:
+    """Owns the state file of one rank."""
+
+    def __init__(self, path: Path, clock_us: Callable[[], int], *, stride: int = STRIDE) -> None:
+        self.path = path
+        self.stride = stride
+        self.reserved = max(self._read(), 0)
+        self.first = max(clock_us(), self.reserved + 1)
+        """This life's first number. It is reserved already."""
+        self.reserve(self.first)
+
+    def low(self, next_seq: int) -> bool:
+        """Whether half of what was bought is gone: then call `reserve`, from any one thread; it waits for the disk."""
+        return next_seq + self.stride // 2 > self.reserved
+
+    def reserve(self, next_seq: int) -> None:
+        """Buy numbers from `next_seq` on. ConfigError if the file can't be written."""
+        upto = next_seq + self.stride
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(ConfigError):  # another rank that shares the file
+                upto = max(upto, self._read())
+            beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            with open(beside, "w") as file:
+                json.dump({"reserved": upto}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, self.path)
+        except OSError as exc:
+            raise ConfigError(f"the state file can't be written: {exc}", path="state.dir") from exc
+        self.reserved = upto
+
+    def _read(self) -> int:
+        try:
+            text = self.path.read_text()
+        except FileNotFoundError:
+            return 0
+        except OSError as exc:
+            raise ConfigError(f"the state file can't be read: {exc}", path="state.dir") from exc
+        try:
+            reserved = json.loads(text)["reserved"]
+            if type(reserved) is not int:
+                raise TypeError(f"reserved is {reserved!r}")
+        except (ValueError, TypeError, KeyError) as exc:
+            # To go on would be to guess a number that consumers may have seen already.
+            raise ConfigError(
+                f"{self.path} does not say which sequence numbers were used ({exc}); "
+                "remove it if this host's clock has never stepped back",
+                path="state.dir",
+            ) from exc
+        return reserved

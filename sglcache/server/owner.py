@@ -1,0 +1,226 @@
+"""The event loop's side of the index: the turn, and everything that goes on by itself between commands.
+
+    commands of one read ─► Index ─► drain ─► batches to the publisher
+                                              copies to the copier
+                                              answers, one write a connection
+
+That order is the order of the world: a batch that says a page is gone leaves before the page is granted to anyone, and
+an answer leaves after the copy that it promises was submitted. Where telling of removals takes more than a slice the
+index is `held`: then every answer of every connection waits with it.
+
+What goes on by itself: cuts of the event queue, heartbeats, slices of long work, pins that run out, the cycle
+collector, and numbers bought ahead. All of it on the loop's thread, which alone touches the index (law 2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from sglcache.core.effects import Copy, Publish, Wake
+from sglcache.core.index import Index
+from sglcache.errors import TransferError
+from sglcache.server.collector import Collector
+from sglcache.server.loads import Loads
+from sglcache.server.numbers import Numbers
+from sglcache.units import TicketId
+
+logger = logging.getLogger("sglcache.owner")
+
+COLLECT_MASK = 63  # the collector looks every 64 turns
+
+
+class Stream(Protocol):
+    """Where batches go; it never waits."""
+
+    def append(self, seq: int, payload: bytes, heartbeat: bool = False) -> None: ...
+
+
+class Outbox(Protocol):
+    """A connection with answers to write."""
+
+    def flush(self) -> None: ...
+
+
+class Owner:
+    """Owns the index, its timers and what its effects lead to."""
+
+    def __init__(
+        self,
+        index: Index,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        stream: Stream | None,
+        submit: Callable[[Copy], None],
+        loads: Loads,
+        numbers: Numbers,
+        collector: Collector,
+        max_delay_s: float = 0.001,
+        heartbeat_s: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.index = index
+        self.loop = loop
+        self.stream = stream
+        self.submit = submit
+        self.loads = loads
+        self.numbers = numbers
+        self.collector = collector
+        self.max_delay_s = max_delay_s
+        self.heartbeat_s = heartbeat_s
+        self.clock = clock
+        self.wake: Callable[[Wake], None] = _nobody  # the sessions' part takes it over
+        self.dirty: list[Outbox] = []  # connections with answers of this turn
+        self.num_turns = 0
+        self.num_copies = 0  # submitted and not done
+        self.idle = asyncio.Event()  # set while num_copies is 0
+        self.idle.set()
+        self._cutting: asyncio.Handle | None = None
+        self._working = False
+        self._resuming = False
+        self._expiring: asyncio.TimerHandle | None = None
+        self._beating: asyncio.TimerHandle | None = None
+        self._buying: asyncio.Future[None] | None = None
+        self._published_at = 0.0
+        self._closed = False
+
+    def start(self) -> None:
+        """Tell the stream that a life begins, and keep it alive from now on."""
+        if self.stream is not None:
+            self._cut()
+            self._beat()
+
+    def cancel(self) -> None:
+        """Start nothing by ourselves any more."""
+        self._closed = True
+        for handle in (self._cutting, self._expiring, self._beating):
+            if handle is not None:
+                handle.cancel()
+
+    def close(self) -> None:
+        """Put the last of what happened on the stream, and stop every timer. Idempotent."""
+        if self._closed:
+            return
+        self.cancel()
+        while not self.index.cut(self.clock()):
+            self._dispatch()
+        self._dispatch()
+
+    # -- the turn -----------------------------------------------------------------------------------------
+
+    def end_turn(self) -> None:
+        """Let out what the commands since the last turn led to. Call it after each batch of calls to the index."""
+        index = self.index
+        self._dispatch()
+        if index.held:
+            if not self._resuming:
+                self._resuming = True
+                self.loop.call_soon(self._resume)
+            return
+        if self.dirty:
+            dirty, self.dirty = self.dirty, []
+            for outbox in dirty:
+                outbox.flush()
+        if self._cutting is None and index.uncut and not self._closed:
+            self._cutting = self.loop.call_later(self.max_delay_s, self._cut)
+        self.num_turns += 1
+        if not self.num_turns & COLLECT_MASK:
+            self.collector.tick()
+
+    def work(self) -> None:
+        """Have the index's long work go on, a slice a turn, until there is none."""
+        if not self._working:
+            self._working = True
+            self.loop.call_soon(self._step)
+
+    def _dispatch(self) -> None:
+        for effect in self.index.drain(self.clock()):
+            kind = type(effect)
+            if kind is Wake:
+                self.wake(effect)  # type: ignore[arg-type]
+            elif kind is Publish:
+                self._publish(effect)  # type: ignore[arg-type]
+            else:
+                self.num_copies += 1
+                self.idle.clear()
+                self.submit(effect)  # type: ignore[arg-type]
+
+    def _resume(self) -> None:
+        self._resuming = False
+        self.end_turn()
+
+    def _step(self) -> None:
+        self._working = False
+        if self.index.step():
+            self.work()
+        self.end_turn()
+
+    # -- the stream ---------------------------------------------------------------------------------------
+
+    def _publish(self, batch: Publish) -> None:
+        assert self.stream is not None
+        if batch.seq > self.numbers.reserved:
+            self.numbers.reserve(batch.seq)  # the thread below has not come round: rather wait than break law 6
+        self.stream.append(batch.seq, batch.payload, heartbeat=batch.num_events == 0)
+        self._published_at = self.loop.time()
+        if self._buying is None and self.numbers.low(batch.seq):
+            self._buying = self.loop.run_in_executor(None, self.numbers.reserve, batch.seq)
+            self._buying.add_done_callback(self._bought)
+
+    def _bought(self, buying: asyncio.Future[None]) -> None:
+        self._buying = None
+        if not buying.cancelled() and (error := buying.exception()) is not None:
+            logger.error("sequence numbers can't be reserved ahead: %s", error)
+
+    def _cut(self) -> None:
+        self._cutting = None
+        if not self.index.cut(self.clock()):
+            self._cutting = self.loop.call_soon(self._cut)
+        self.end_turn()
+
+    def _beat(self) -> None:
+        due = self._published_at + self.heartbeat_s
+        if self.loop.time() >= due:
+            self.index.cut(self.clock(), heartbeat=True)
+            self.end_turn()
+            due = self.loop.time() + self.heartbeat_s
+        self._beating = self.loop.call_at(due, self._beat)
+
+    # -- copies -------------------------------------------------------------------------------------------
+
+    def copied(self, ticket: TicketId, ok: bool, error: TransferError | None = None) -> None:
+        """The copier's word, on the loop's thread: the copy is over.
+
+        On a CPU a failure costs the pages of that copy; where it means that a device is lost, the rank has to end.
+        """
+        if error is not None:
+            logger.error("%s", error.message, exc_info=error.__cause__)
+        self.num_copies -= 1
+        if self.num_copies == 0:
+            self.idle.set()
+        self.loads.end(ticket, ok)
+        self.index.copy_done(ticket, ok)
+        self.end_turn()
+
+    # -- pins ---------------------------------------------------------------------------------------------
+
+    def pins_changed(self) -> None:
+        """Set the timer to the pin that runs out first."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+            self._expiring = None
+        if (at := self.index.next_expiry) is not None and not self._closed:
+            self._expiring = self.loop.call_at(at, self._expire)
+
+    def _expire(self) -> None:
+        # uvloop rounds to milliseconds, and may be early by one.
+        self.index.expire(self.loop.time() + 0.001)
+        self.pins_changed()
+        self.end_turn()
+
+
+def _nobody(wake: Wake) -> None:
+    raise AssertionError(f"nobody is there to be told of {wake}")

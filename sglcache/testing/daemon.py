@@ -1,0 +1,253 @@
+"""A real daemon for tests: a process of its own, in a folder of its own, on ports of the system's choice."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sglcache.client import Client, Worker
+from sglcache.errors import SglcacheError
+
+START_S = 60.0  # a loaded machine imports torch slowly
+STOP_S = 30.0
+
+# What the process runs: a rank, and one line of JSON down the pipe when clients can attach.
+PROGRAM = """
+import json, logging, os, sys
+from sglcache import config
+from sglcache.server import rank
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+def ready(it):
+    facts = {**it.server_info(), "http": it.parts.http.url if it.parts.http else None}
+    os.write(int(sys.argv[2]), json.dumps(facts).encode() + b"\\n")
+sys.exit(rank.run(config.parse(json.loads(sys.argv[1])), ready))
+"""
+
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "pool": {"page_size": 4, "num_tokens": 4 * 256, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8},
+    "host": {"num_tokens": 4 * 512},
+    "events": {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"},
+    "http": {"enabled": False},
+}
+
+
+class DaemonError(Exception):
+    """The daemon did not do as it should; the message has what it logged."""
+
+
+class Daemon:
+    """Running from construction on. As a context manager it is stopped at the end, and must end with 0."""
+
+    def __init__(
+        self, folder: Path, *, prelude: str = "", env: Mapping[str, str] | None = None, **sections: Mapping[str, Any]
+    ) -> None:
+        """`sections` are the configuration's, laid over `SMALL`; `env` is laid over this process's environment.
+
+        `prelude` is Python that runs in the daemon first, to plant a fault.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.socket = folder / "rank-0.sock"
+        self.log = folder / "daemon.log"
+        config: dict[str, dict[str, Any]] = {"control": {"socket": str(self.socket)}, "state": {"dir": str(folder)}}
+        for layer in (SMALL, sections):
+            for name, values in layer.items():
+                config.setdefault(name, {}).update(values)
+        reader, writer = os.pipe()
+        try:
+            with open(self.log, "ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", prelude + PROGRAM, json.dumps(config), str(writer)],
+                    pass_fds=[writer],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **(env or {})},
+                )
+            os.close(writer)
+            self.info: dict[str, Any] = self._await_ready(reader)
+            """What `/server_info` says, and the URL of HTTP, if it is on."""
+        finally:
+            os.close(reader)
+
+    def _await_ready(self, reader: int) -> dict[str, Any]:
+        line = b""
+        deadline = time.monotonic() + START_S
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(reader, 65536) if ready else b""
+            if not part:
+                self.process.kill()
+                code = self.process.wait()
+                raise DaemonError(f"the daemon did not start (exit status {code}): {self.said()}")
+            line += part
+        facts: dict[str, Any] = json.loads(line)
+        return facts
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def said(self) -> str:
+        """What it has logged."""
+        return self.log.read_text(errors="replace")
+
+    def client(self, **arguments: Any) -> Client:
+        return Client(self.socket, **arguments)
+
+    def worker(self, token: bytes, shard: int, **arguments: Any) -> Worker:
+        return Worker(token, shard, self.socket, **arguments)
+
+    @contextmanager
+    def observer(self) -> Iterator[Client]:
+        with Client(self.socket, role="observer", name="test") as client:
+            yield client
+
+    def status(self, prove: bool = True) -> dict[str, Any]:
+        """Asked by an observer. AssertionError: a law of the books is broken."""
+        with self.observer() as observer:
+            status = observer.status(prove)
+        assert not status.get("violations"), status["violations"]
+        return status
+
+    def pool(self, tier: str = "DEVICE") -> dict[str, Any]:
+        """The pages of a tier by state, with the books proved."""
+        found: dict[str, Any] = next(pool for pool in self.status()["pools"] if pool["tier"] == tier)
+        return found
+
+    def settle(self, within_s: float = 10.0) -> dict[str, Any]:
+        """Ask until no copy is in flight; the status then."""
+        until(lambda: self.status(prove=False)["gauges"]["num_copies"] == 0, within_s)
+        return self.status()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal it, and wait for its end: the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(STOP_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(STOP_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ended_itself = self.process.poll()
+        try:
+            code = self.stop()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = -signal.SIGKILL
+        if kind is None and (code != 0 or ended_itself is not None):
+            raise DaemonError(f"the daemon ended with {code}: {self.said()}")
+        if error is not None:
+            error.add_note(f"the daemon (exit status {code}) logged:\n{self.said()}")
+
+
+# A puppet's whole mind: do what a line says, and say what came of it.
+PUPPET = """
+import ctypes, json, os, sys, time
+import numpy as np
+import sglcache
+from sglcache.errors import SglcacheError
+from sglcache.client import Client, Worker
+from sglcache.memory.rings import EventRing
+socket = sys.argv[1]
+mind = dict(globals())
+print("ready", flush=True)
+for line in sys.stdin:
+    how, text = json.loads(line)
+    try:
+        answer = [eval(text, mind)] if how == "ask" else [exec(text, mind)]
+    except SglcacheError as error:
+        answer = [error.code, error.message, error.facts]
+    except BaseException as error:
+        answer = ["bug", repr(error), {}]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Puppet:
+    """A process of a runner, which does one thing at a time, on request. It has `socket`, and the client's classes."""
+
+    def __init__(self, socket: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PUPPET, str(socket)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._receive("ready")
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def begin(self, statements: str, how: str = "do") -> None:
+        """Have it do something, and don't wait for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([how, statements]) + "\n")
+        self.process.stdin.flush()
+
+    def finish(self) -> Any:
+        """What came of what was begun; the error that it was."""
+        answer = json.loads(self._receive())
+        if len(answer) == 3:
+            raise SglcacheError.from_code(*answer)
+        return answer[0]
+
+    def do(self, statements: str) -> None:
+        self.begin(statements)
+        self.finish()
+
+    def ask(self, expression: str) -> Any:
+        self.begin(expression, "ask")
+        return self.finish()
+
+    def kill(self) -> int:
+        """SIGKILL; returns a descriptor that says when it is dead, the caller's to close."""
+        pidfd = os.pidfd_open(self.pid)
+        self.process.kill()
+        return pidfd
+
+    def close(self) -> None:
+        self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self.process.wait(STOP_S)
+
+    def _receive(self, expected: str | None = None) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        if not line or (expected is not None and line != expected):
+            raise DaemonError(f"the puppet said {line!r} and ended with {self.process.poll()}")
+        return line
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def until(condition: Callable[[], bool], within_s: float = 10.0) -> float:
+    """Ask until it is so; the seconds that took. AssertionError if it never is."""
+    started = time.monotonic()
+    while not condition():
+        took = time.monotonic() - started
+        assert took < within_s, f"not so after {took:.3f} s"
+    return time.monotonic() - started

@@ -1,0 +1,68 @@
+"""The metrics page tells what the index and the publisher count, all of it, under names that keep the rules."""
+
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglcache.core.index import Index, IndexConfig
+from sglcache.net.publisher import PublisherStats
+from sglcache.server.metrics import COUNTERS, GAUGES, STREAM, RankCollector, exposition
+
+STREAM_STATS = PublisherStats(
+    **dict.fromkeys(PublisherStats.__dataclass_fields__, 7)  # type: ignore[arg-type]
+)
+
+
+def page(index: Index, stream: PublisherStats | None = STREAM_STATS) -> str:
+    collector = RankCollector(3, lambda: (index.stats(), stream), {"version": "1"})
+    return exposition([collector]).decode()
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """By name and label values (in the order of the labels' names), the rank's apart."""
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("rank") == "3", sample
+            found[sample.name, *(labels[name] for name in sorted(labels))] = sample.value
+    return found
+
+
+def test_every_number_of_the_index_and_the_publisher_is_on_the_page() -> None:
+    stats = Index(IndexConfig(page_size=4, num_pages=8, host_pages=8)).stats()
+    assert {key for key, *_ in COUNTERS} == set(stats.counters)
+    assert {field for field, *_ in GAUGES} == set(stats._fields) - {"pools", "counters"}
+    text = {"endpoint", "replay_endpoint", "ring_first_seq"}
+    assert {field for field, *_ in STREAM} == set(PublisherStats.__dataclass_fields__) - text
+
+
+def test_the_states_of_the_pages_add_up_to_the_pool() -> None:
+    index = Index(IndexConfig(page_size=4, num_pages=8, host_pages=6))
+    session = index.open_session()
+    index.acquire(session, 1, bytes(4 * 12))
+    found = samples(page(index))
+    for tier, total in (("device", 8), ("host", 6)):
+        states = {key[2]: value for key, value in found.items() if key[0] == "sglcache_pages" and key[3] == tier}
+        assert sum(states.values()) == total == found["sglcache_pool_pages", "full", tier]
+        assert states["leased"] == (3 if tier == "device" else 0)
+    assert found["sglcache_acquires_total",] == 1
+    assert found["sglcache_acquire_tokens_total",] == 12
+    assert found["sglcache_stream_sent_batches_total",] == 7
+
+
+def test_with_events_off_there_is_no_stream_to_tell_of() -> None:
+    text = page(Index(IndexConfig(page_size=4, num_pages=8, events=False)), None)
+    assert "sglcache_stream" not in text
+    assert "sglcache_pages" in text
+
+
+def test_names_and_help_keep_the_rules() -> None:
+    families = list(text_string_to_metric_families(page(Index(IndexConfig(page_size=4, num_pages=8)))))
+    assert len(families) > 30
+    for family in families:
+        assert re.fullmatch(r"sglcache_[a-z_]+", family.name)
+        assert family.documentation.endswith(".")
+        assert not family.name.endswith("_total"), "the suffix is the sample's"

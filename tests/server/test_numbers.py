@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglcache.errors import ConfigError
+from sglcache.server.numbers import Numbers
+
+
+def test_the_first_number_is_the_clocks_microseconds(tmp_path: Path) -> None:
+    assert Numbers(tmp_path / "state" / "rank-0.json", lambda: 1_000).first == 1_000
+
+
+def test_a_clock_that_steps_back_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    highest = 0
+    for clock in (5_000, 5_001, 4_000, 0, 10):
+        numbers = Numbers(path, lambda clock=clock: clock, stride=100)  # type: ignore[misc]
+        assert numbers.first > highest
+        for seq in range(numbers.first, numbers.first + 250):  # a life that uses more than it bought at first
+            if numbers.low(seq):
+                numbers.reserve(seq)
+            assert seq <= numbers.reserved
+            highest = seq
+    # and when the clock is right again, it is believed
+    assert Numbers(path, lambda: 1 << 40, stride=100).first == 1 << 40
+
+
+def test_numbers_are_reserved_on_disk_before_they_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    numbers = Numbers(path, lambda: 1_000, stride=100)
+    numbers.reserve(1_050)
+    # Killed here: the next life begins above everything that this one may have used.
+    assert Numbers(path, lambda: 0, stride=100).first > numbers.reserved == 1_150
+
+
+def test_the_disk_is_written_once_in_half_a_stride(tmp_path: Path) -> None:
+    numbers = Numbers(tmp_path / "rank-0.json", lambda: 1_000, stride=100)
+    assert [seq for seq in range(1_000, 1_060) if numbers.low(seq)] == list(range(1_051, 1_060))
+
+
+def test_two_ranks_may_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    one = Numbers(path, lambda: 1_000, stride=100)
+    other = Numbers(path, lambda: 1_000, stride=100)
+    assert other.first > one.reserved
+    one.reserve(1_060)
+    assert Numbers(path, lambda: 0, stride=100).first > other.reserved
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"reserved": "7"}', '{"reserved": 7.5}', '{"reserved": true}'])
+def test_a_file_that_says_nothing_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rank-0.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="remove it"):
+        Numbers(path, lambda: 1_000)
+    assert path.read_text() == text
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="state file"):
+        Numbers(tmp_path / "file" / "rank-0.json", lambda: 1_000)
