@@ -1,0 +1,50 @@
+# Everything starts here: each target sets up what it needs. `make help` lists them.
+#   TORCH=cpu|cuda   which build of torch (default: CUDA where an NVIDIA driver is present)
+#   PYTHON=python3   the Python, 3.11 or later, that .venv is made from
+#   ARGS="..."       passed on to serve, test, smoke and bench
+SHELL := /bin/bash
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+# One stamp for each wish, so that another TORCH= installs again.
+STAMP := .venv/.installed-$(or $(TORCH),auto)
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test check format bench smoke clean
+
+help: ## what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: ## make .venv, or mend it
+	@TORCH='$(TORCH)' PYTHON='$(PYTHON)' scripts/install.sh
+	@rm -f .venv/.installed-*
+	@touch $(STAMP)
+
+$(STAMP): pyproject.toml scripts/install.sh
+	@$(MAKE) --no-print-directory install
+
+serve: $(STAMP) ## run the daemon: make serve ARGS="--set pool.page_size=64"
+	@exec $(BIN)/sglcache serve $(ARGS)
+
+test: $(STAMP) ## the tests that need no GPU
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## format, lint, types, layers: what CI holds
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: $(STAMP) ## put the source in order
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## the benchmarks: make bench ARGS="index --help"
+	@$(BIN)/sglcache bench $(ARGS)
+
+smoke: $(STAMP) ## a daemon, a replay and a subscriber, once through
+	@scripts/smoke.sh $(ARGS)
+
+clean: ## remove what the other targets made
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find sglcache tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Makes .venv with everything in it: torch (pinned), sglcache (editable), the development tools. Run again, it mends.
+#   TORCH=cpu|cuda    which build of torch; without it: CUDA where an NVIDIA driver is present, else CPU
+#   PYTHON=...        the Python to build the environment from (3.11 or later)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+torch_version=2.13.0
+cpu_index=https://download.pytorch.org/whl/cpu
+venv=.venv
+python=${PYTHON:-python3}
+
+if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "install: $python is $("$python" -V 2>&1); Python 3.11 or later is needed (set PYTHON=...)" >&2
+        exit 1
+    }
+    "$python" -m venv --clear "$venv" || {
+        echo "install: $python can't make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2
+        exit 1
+    }
+fi
+pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+
+has_driver() { [ -r /proc/driver/nvidia/version ] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1; }
+want=${TORCH:-}
+if [ -z "$want" ]; then
+    if has_driver; then want=cuda; else want=cpu; fi
+fi
+
+# What is there already: "2.13.0+cpu" is the CPU build; a plain "2.13.0" is a CUDA build if it names a CUDA version.
+have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
+case "$want" in
+cpu)
+    if grep -qs "^cuda.*= '" "$venv"/lib/python*/site-packages/torch/version.py && [ "${TORCH:-}" = cpu ]; then
+        "${pip[@]}" uninstall -qq --yes torch
+        have=
+    fi
+    # Torch's own index has the CPU build, which pip prefers over the plain one for its longer version. Where that
+    # index can't be reached, take what pip's other sources have: it works, but may be the CUDA build's gigabytes.
+    if [ "${have%%+*}" != "$torch_version" ]; then
+        echo "install: torch $torch_version, CPU build"
+        sources=(--extra-index-url "$cpu_index")
+        "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu_index/', timeout=10)" 2>/dev/null || {
+            echo "install: $cpu_index can't be reached; taking pip's default source"
+            sources=()
+        }
+        "${pip[@]}" install -qq "${sources[@]}" "torch==$torch_version"
+    fi
+    ;;
+cuda)
+    # === compares the text, so that a "+cpu" build won't do.
+    if [ "$have" != "$torch_version" ]; then
+        echo "install: torch $torch_version, CUDA build (some gigabytes)"
+        "${pip[@]}" install -qq "torch===$torch_version"
+    fi
+    ;;
+*)
+    echo "install: TORCH=$want; write TORCH=cpu or TORCH=cuda" >&2
+    exit 1
+    ;;
+esac
+echo "install: sglcache and its tools"
+"${pip[@]}" install -qq --editable '.[dev]'
+
+have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')
+echo "install: $venv is ready: $("$venv/bin/python" -V), torch $have ($want wanted)"

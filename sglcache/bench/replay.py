@@ -1,0 +1,514 @@
+"""A real trace through a running daemon, as model runners would drive it, from several processes.
+
+Each request: acquire the prompt (all but its last token may match), wait for what is loaded from the host, check the
+matched pages' bytes if asked to, write every fresh page, commit in chunks, extend by the output, commit, release.
+The requests are dealt out in turn, so a conversation's prefix is mostly another process's work. Beside it a mirror
+follows the event stream as a router does; at the end it must equal the index, tier by tier.
+
+Nothing is simulated but the model: instead of KV each token's rows get `pattern`'s bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import multiprocessing
+import random
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from sglcache.bench import trace as traces
+from sglcache.bench.pattern import Pattern, Shape
+from sglcache.client import Client, Lease
+from sglcache.client.mirror import Mirror
+from sglcache.errors import Changed, NoSpace, SglcacheError, Unavailable
+from sglcache.units import Tier
+
+CHUNK_TOKENS = 2048  # a prefill chunk: what is computed between two commits
+SHARED_UNIT = 512  # tokens; the grain at which a client remembers what it wrote itself
+FIRST_WAIT_S, LAST_WAIT_S = 0.001, 0.1  # between two tries for room
+GIVE_UP_S = 60.0  # after so long without room
+START_S = 120.0  # for a client process to attach; torch is slow to load
+SETTLE_S = 30.0  # for the mirror to reach what the index was when the last client had left
+MADE_UP_REQUESTS = 1000
+EVENT_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+SHOWN = 5  # hashes of a difference that are told
+
+
+class Options(NamedTuple):
+    """What a replay is told."""
+
+    trace: Path
+    limit: int | None = None  # requests
+    num_clients: int = 2
+    verify: bool = False
+    max_output_tokens: int = 512  # longer outputs are cut
+    socket: Path | None = None  # None: found by the rule of sglcache.paths
+
+
+class Done(NamedTuple):
+    """One request as its client saw it."""
+
+    input_tokens: int
+    output_tokens: int
+    matched_tokens: int
+    host_tokens: int
+    shared_tokens: int  # matched and surely not written by this client; a lower bound
+    verified_tokens: int
+    duplicate_pages: int
+    num_commands: int
+    num_waits: int  # tries that found no room
+    acquire_s: float
+
+
+class Problem(NamedTuple):
+    """What a client could not go on from."""
+
+    message: str
+
+
+@dataclass
+class TierReport:
+    """One tier: the blocks that the index has and the mirror believes, as of one number of the stream."""
+
+    seq: int
+    index_blocks: int
+    mirror_blocks: int
+    missing: list[int] = field(default_factory=list)  # hashes the mirror lacks; the first few
+    extra: list[int] = field(default_factory=list)  # hashes the mirror has and should not; the first few
+
+    @property
+    def equal(self) -> bool:
+        return not self.missing and not self.extra
+
+
+@dataclass
+class Report:
+    """The outcome. `problems` is empty if everything was as it should be."""
+
+    trace: str
+    num_clients: int
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    matched_tokens: int = 0
+    host_tokens: int = 0
+    shared_tokens: int = 0
+    verified_tokens: int = 0
+    duplicate_pages: int = 0
+    commands: int = 0
+    waits: int = 0
+    wall_s: float = 0.0
+    acquire_p50_us: float = 0.0
+    acquire_p99_us: float = 0.0
+    events: dict[str, int] = field(default_factory=dict)  # by kind, as a subscriber saw them; and "blocks" in all
+    batches: int = 0
+    payload_bytes: int = 0
+    tiers: dict[str, TierReport] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.matched_tokens / self.input_tokens if self.input_tokens else 0.0
+
+    @property
+    def ops_per_s(self) -> float:
+        return self.commands / self.wall_s if self.wall_s else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "hit_rate": self.hit_rate, "ops_per_s": self.ops_per_s, "ok": self.ok})
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def add(self, done: Done) -> None:
+        self.requests += 1
+        self.input_tokens += done.input_tokens
+        self.output_tokens += done.output_tokens
+        self.matched_tokens += done.matched_tokens
+        self.host_tokens += done.host_tokens
+        self.shared_tokens += done.shared_tokens
+        self.verified_tokens += done.verified_tokens
+        self.duplicate_pages += done.duplicate_pages
+        self.commands += done.num_commands
+        self.waits += done.num_waits
+
+
+# -- one client process -------------------------------------------------------------------------------
+
+
+def client_main(number: int, options: Options, pipe: Connection) -> None:
+    """A client process's whole life: "ready", then after the parent's word a `Done` per request, then None."""
+    try:
+        with Client(options.socket, name=f"replay-{number}") as cache:
+            runner = Runner(cache, options)
+            pipe.send("ready")
+            pipe.recv()
+            for index, request in enumerate(traces.requests(options.trace, options.limit)):
+                if index % options.num_clients == number:
+                    pipe.send(runner.run(index, request))
+        pipe.send(None)
+    except SglcacheError as exc:
+        pipe.send(Problem(f"client {number}: error[{exc.code}]: {exc.message}"))
+    except VerifyError as exc:
+        pipe.send(Problem(f"client {number}: {exc}"))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        pass  # the parent is gone, or is stopping us
+    except Exception:
+        pipe.send(Problem(f"client {number}: {traceback.format_exc()}"))
+
+
+class VerifyError(Exception):
+    """The cache gave what it must not give."""
+
+
+class Runner:
+    """Does requests one after the other, in a client process."""
+
+    def __init__(self, cache: Client, options: Options) -> None:
+        geometry = cache.geometry
+        self.cache = cache
+        self.options = options
+        self.page_size = geometry.page_size
+        self.most_tokens = geometry.num_pages * geometry.page_size
+        row_bytes = geometry.page_bytes // (2 * geometry.num_layers * geometry.page_size)
+        self.patterns = [
+            Pattern(view.pages.numpy(), Shape(geometry.page_size, geometry.num_layers, row_bytes, view.shard))
+            for view in cache.pools
+        ]
+        self.own: set[int] = set()  # hashes of the prefixes that this client has committed, every SHARED_UNIT tokens
+
+    def run(self, index: int, request: traces.Request) -> Done:
+        """One request, start to end. VerifyError: the bytes of a page are not those of its tokens."""
+        prompt = request.tokens[: self.most_tokens - self.page_size]
+        output = outputs(index, min(request.output_tokens, self.options.max_output_tokens))
+        output = output[: self.most_tokens - len(prompt)]
+        tokens = np.concatenate([prompt, output])
+        lease, acquire_s, waits = self._acquire(prompt, len(output))
+        with lease:
+            matched = lease.matched_tokens
+            lease.wait_loaded()
+            verified = self._verify(index, "matched", lease, tokens, matched)
+            duplicates = commits = 0
+            for start in range(matched, len(prompt), CHUNK_TOKENS):
+                stop = min(start + CHUNK_TOKENS, len(prompt))
+                self._write(lease, tokens, start, stop)
+                duplicates += lease.commit(stop).num_duplicates
+                commits += 1
+            if len(output):
+                lease.extend(output)
+                self._write(lease, tokens, len(prompt), len(tokens))
+                duplicates += lease.commit().num_duplicates
+                commits += 1
+            if duplicates:  # others' pages took the place of ours
+                verified += self._verify(
+                    index, "committed", lease, tokens, len(tokens) // self.page_size * self.page_size
+                )
+        shared = matched - self._known(tokens[:matched])
+        self._remember(tokens)
+        return Done(
+            len(prompt), len(output), matched, lease.host_tokens, max(0, shared), verified, duplicates,
+            num_commands=2 + commits + bool(len(output)), num_waits=waits, acquire_s=acquire_s,
+        )  # fmt: skip
+
+    def _acquire(self, prompt: npt.NDArray[np.uint32], reserve: int) -> tuple[Lease, float, int]:
+        """The lease, the seconds of the call that got it, and how often there was no room before."""
+        pause, give_up = FIRST_WAIT_S, time.monotonic() + GIVE_UP_S
+        for waits in range(1 << 30):
+            started = time.perf_counter()
+            try:
+                lease = self.cache.acquire(prompt, limit=len(prompt) - 1, reserve=reserve)
+            except NoSpace:
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, LAST_WAIT_S)
+            else:
+                return lease, time.perf_counter() - started, waits
+        raise AssertionError("unreachable")
+
+    def _write(self, lease: Lease, tokens: npt.NDArray[np.uint32], start: int, stop: int) -> None:
+        for pattern in self.patterns:
+            pattern.write(lease.slots, tokens, start, stop)
+
+    def _verify(self, index: int, what: str, lease: Lease, tokens: npt.NDArray[np.uint32], upto: int) -> int:
+        if not self.options.verify:
+            return 0
+        for pattern in self.patterns:
+            if (wrong := pattern.check(lease.slots, tokens, 0, upto)) is not None:
+                raise VerifyError(
+                    f"request {index}: {what} page {wrong.position // self.page_size} (slot {wrong.slot}) does not "
+                    f"hold token {wrong.token} at position {wrong.position}: "
+                    f"shard {pattern.shape.shard}, layer {wrong.layer}, {wrong.part}"
+                )
+        return upto
+
+    def _prefixes(self, tokens: npt.NDArray[np.uint32]) -> Iterator[int]:
+        seed = 0
+        for start in range(0, len(tokens) - SHARED_UNIT + 1, SHARED_UNIT):
+            seed = xxhash.xxh3_64_intdigest(tokens[start : start + SHARED_UNIT].tobytes(), seed)
+            yield seed
+
+    def _known(self, tokens: npt.NDArray[np.uint32]) -> int:
+        """At most so many of these tokens had been committed by this client before."""
+        units = 0
+        for prefix in self._prefixes(tokens):
+            if prefix not in self.own:
+                break
+            units += 1
+        return (units + 1) * SHARED_UNIT
+
+    def _remember(self, tokens: npt.NDArray[np.uint32]) -> None:
+        self.own.update(self._prefixes(tokens))
+
+
+def outputs(index: int, num_tokens: int) -> npt.NDArray[np.uint32]:
+    """What the model would say to request `index`: any tokens, the same in every run."""
+    return np.random.default_rng([index, 1]).integers(0, traces.VOCAB, num_tokens, dtype=np.uint32)
+
+
+# -- the parent ---------------------------------------------------------------------------------------
+
+
+class Watcher(threading.Thread):
+    """Follows the stream in a thread of its own while the clients work, so that reading them waits for nothing."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        super().__init__(name="sglcache-replay-watcher", daemon=True)
+        self.mirror = mirror
+        self.counts: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        self._enough = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while not self._enough.is_set():
+                self._count(self.mirror.step(0.05))
+        except BaseException as exc:
+            self.error = exc
+
+    def stop(self) -> None:
+        """From here on the mirror is the caller's."""
+        self._enough.set()
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+    def _count(self, facts: list[tuple[int, Any]]) -> None:
+        for _, event in facts:
+            kind = type(event).__name__
+            self.counts[kind] += 1
+            if kind != "AllBlocksCleared":
+                self.counts["blocks"] += len(event.block_hashes)
+
+
+def replay(options: Options, progress: Callable[[int], None] = lambda requests: None) -> Report:
+    """Drive the trace; `progress` is told of each request that is done. SglcacheError: it could not begin.
+
+    What goes wrong on the way is in the report's `problems`, and ends the replay.
+    """
+    report = Report(str(options.trace), options.num_clients)
+    with contextlib.ExitStack() as stack:
+        observer = stack.enter_context(Client(options.socket, role="observer", name="replay"))
+        stream = observer.status()["stream"]
+        watcher = None
+        if stream is not None:
+            mirror = stack.enter_context(Mirror(stream["endpoint"], stream["replay_endpoint"], topic=stream["topic"]))
+            if not mirror.catch_up(stream["last_seq"], START_S):
+                raise Unavailable(f"the stream at {stream['endpoint']} did not answer within {START_S:.0f} s")
+            batches, payload_bytes = mirror.batches, mirror.payload_bytes
+            watcher = Watcher(mirror)
+            watcher.start()
+        latencies = _run_clients(options, report, progress)
+        report.acquire_p50_us, report.acquire_p99_us = (1e6 * quantile(latencies, q) for q in (0.5, 0.99))
+        if watcher is not None:
+            watcher.stop()
+            if not report.problems:
+                _compare(observer, mirror, report)
+            report.events = dict(watcher.counts)
+            report.batches = mirror.batches - batches
+            report.payload_bytes = mirror.payload_bytes - payload_bytes
+    return report
+
+
+def _run_clients(options: Options, report: Report, progress: Callable[[int], None]) -> list[float]:
+    """Start the clients, let them go at once, and gather what they did: the seconds of each acquire."""
+    context = multiprocessing.get_context("spawn")
+    latencies: list[float] = []
+    with contextlib.ExitStack() as stack:
+        pipes: dict[Connection, BaseProcess] = {}
+        for number in range(options.num_clients):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=client_main, args=(number, options, theirs), name=f"replay-{number}")
+            process.start()
+            theirs.close()
+            stack.callback(_end, process)
+            pipes[ours] = process
+        waiting, deadline = set(pipes), time.monotonic() + START_S
+        started = 0.0
+        while pipes and not report.problems:
+            if waiting and time.monotonic() > deadline:
+                report.problems.append(f"{len(waiting)} clients did not attach within {START_S:.0f} s")
+                break
+            for pipe in cast("list[Connection]", wait(list(pipes), timeout=0.5)):
+                try:
+                    message = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    pipes[pipe].join()
+                    message = Problem(f"{pipes[pipe].name} ended with {pipes[pipe].exitcode} before its work was done")
+                if message == "ready":
+                    waiting.discard(pipe)
+                    if not waiting:
+                        started = time.perf_counter()
+                        for each in pipes:
+                            each.send("go")
+                elif message is None:
+                    pipes.pop(pipe).join()
+                elif isinstance(message, Problem):
+                    report.problems.append(message.message)
+                else:
+                    report.add(message)
+                    latencies.append(message.acquire_s)
+                    progress(report.requests)
+        if started:
+            report.wall_s = time.perf_counter() - started
+    return latencies
+
+
+def _end(process: BaseProcess) -> None:
+    """Our own child: by itself, or by force."""
+    if process.is_alive():
+        process.terminate()
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _compare(observer: Client, mirror: Mirror, report: Report) -> None:
+    """Hold the mirror against the index, per tier, at one and the same number of the stream."""
+    for tier in (Tier.DEVICE, Tier.HOST):
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            try:
+                dump = observer.dump(tier)
+            except Changed:  # copies are still on their way, or someone else is at work
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            seq, wanted = dump.seq, set(dump.hashes)
+            caught_up = mirror.catch_up(seq, max(0.0, deadline - time.monotonic()))
+            believed = mirror.hashes(tier)
+            # Past `seq` the mirror may know more than the dump says: then they are compared at a later number.
+            if believed == wanted or not caught_up or mirror.state.next_seq == seq + 1 or time.monotonic() > deadline:
+                break
+        missing, extra = sorted(wanted - believed), sorted(believed - wanted)
+        tier_report = TierReport(seq, len(wanted), len(believed), missing[:SHOWN], extra[:SHOWN])
+        report.tiers[tier.name.lower()] = tier_report
+        if not caught_up:
+            report.problems.append(f"{tier.name}: the mirror did not reach number {seq} within {SETTLE_S:.0f} s")
+        elif missing or extra:
+            report.problems.append(
+                f"{tier.name}: at number {seq} the mirror lacks {len(missing)} of the index's {len(wanted)} blocks "
+                f"and has {len(extra)} that it should not; lacking {missing[:SHOWN]}, too many {extra[:SHOWN]}"
+            )
+    if mirror.state.losses or mirror.bad_messages:
+        report.problems.append(
+            f"the mirror lost its place {mirror.state.losses} times and met {mirror.bad_messages} bad messages"
+        )
+
+
+def quantile(values: list[float], q: float) -> float:
+    """The value below which `q` of them lie; 0 of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.floor(q * len(ordered)))] if ordered else 0.0
+
+
+# -- traces and texts ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def trace_file(path: Path | None) -> Iterator[Path]:
+    """The trace, or for None a made-up one that lasts as long as the block."""
+    if path is not None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="sglcache-") as folder:
+        made_up = Path(folder) / "made-up.jsonl"
+        made_up.write_text("".join(f"{json.dumps(record)}\n" for record in conversations(MADE_UP_REQUESTS)))
+        yield made_up
+
+
+def conversations(num_requests: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Records like Mooncake's: conversations that take turns, over a few system prompts. The same for the same seed."""
+    rng = random.Random(seed)
+    fresh = itertools.count()
+    systems = [[next(fresh) for _ in range(rng.randint(1, 6))] for _ in range(4)]
+    live: list[list[int]] = []
+    for number in range(num_requests):
+        if not live or rng.random() < 0.3:
+            live.append(list(rng.choice(systems)))
+        history = rng.choice(live[-32:])
+        history.extend(next(fresh) for _ in range(rng.randint(1, 5)))
+        last = rng.randint(1, traces.BLOCK)
+        yield {
+            "timestamp": 100 * number,
+            "input_length": traces.BLOCK * len(history) + last,
+            "output_length": rng.randint(8, 400),
+            "hash_ids": [*history, next(fresh)],
+        }
+        if len(history) > 48:
+            live.remove(history)
+
+
+def num_requests(path: Path, limit: int | None) -> int:
+    """How many a replay of it will do. ConfigError with file and line: it can't be read, or is no trace."""
+    return sum(1 for _ in traces.records(path, limit))
+
+
+def describe(report: Report) -> str:
+    """The report for people."""
+
+    def share(part: int, whole: int) -> str:
+        return f"{100 * part / whole:.1f} %" if whole else "none"
+
+    lines = [
+        ("requests", f"{report.requests:,} from {report.num_clients} clients in {report.wall_s:.1f} s"),
+        ("tokens", f"{report.input_tokens:,} in, {report.output_tokens:,} out"),
+        (
+            "hit rate",
+            f"{share(report.matched_tokens, report.input_tokens)} of the tokens in; of these "
+            f"{share(report.host_tokens, report.matched_tokens)} came from the host, "
+            f"at least {share(report.shared_tokens, report.matched_tokens)} from another client",
+        ),
+        ("commands", f"{report.commands:,}, {report.ops_per_s:,.0f} a second"),
+        ("acquire", f"p50 {report.acquire_p50_us:,.0f} µs, p99 {report.acquire_p99_us:,.0f} µs"),
+        ("waits", f"{report.waits:,} tries found no room; {report.duplicate_pages:,} pages were another's already"),
+    ]
+    if report.verified_tokens:
+        lines.append(("verified", f"the bytes of {report.verified_tokens:,} tokens in pages of the cache"))
+    if report.events:
+        kinds = ", ".join(f"{report.events.get(kind, 0):,} {kind}" for kind in EVENT_KINDS)
+        size = f"{report.batches:,} batches, {report.payload_bytes / 1e6:,.1f} MB"
+        lines.append(("stream", f"{kinds} of {report.events.get('blocks', 0):,} blocks; {size}"))
+    for name, tier in report.tiers.items():
+        equal = "equals the index" if tier.equal else "DIFFERS from the index"
+        lines.append(("mirror", f"{name}: {tier.mirror_blocks:,} blocks, {equal} at number {tier.seq}"))
+    lines += [("problem", problem) for problem in report.problems]
+    return "\n".join(f"{label:<9} {text}" for label, text in lines)

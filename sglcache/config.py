@@ -1,0 +1,336 @@
+"""The configuration: one frozen model a section, one TOML file, and `--set` over it.
+
+Laws: an unknown key is an error, by its dotted path and with the nearest known one; a wrong value is an error that
+names the path, the value, where it came from and what to write instead; nothing is read from the environment. Every
+field has a default, so a daemon needs no file, and a description (a test holds both). Units are in the names.
+
+This file is apart from `server/` because the core's and the pools' shapes are decided here, before anything is built.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from sglcache.errors import ConfigError
+
+MAX_PAGES = 2**31 - 1  # a slot is an int32
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _endpoint(value: str) -> str:
+    """`tcp://HOST:PORT` (IPv6 in brackets; `*` binds every interface; port 0: the system's choice) or `ipc://PATH`."""
+    if value.startswith("ipc://") and len(value) > len("ipc://"):
+        return value
+    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})", value)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError("write tcp://HOST:PORT with a port of 0 to 65535 (an IPv6 host in brackets), or ipc://PATH")
+    return value
+
+
+def _path(value: object) -> object:
+    if value is None or isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError("write a path as text")
+    return Path(value).expanduser()
+
+
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+FilePath = Annotated[Path, BeforeValidator(_path)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict about types, and closed to keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
+
+
+class PoolConfig(Section):
+    """`[pool]`: the device pool, where a model runner reads and writes KV in place."""
+
+    page_size: int = Field(default=16, ge=1, le=4096, description="Tokens per page; a block on the event stream.")
+    num_tokens: int = Field(
+        default=1 << 20, ge=1, description="Tokens that the pool holds, rounded down to whole pages."
+    )
+    num_layers: int = Field(default=2, ge=1, le=4096, description="The model's layers of this pipeline rank.")
+    num_kv_heads: int = Field(default=1, ge=1, le=65536, description="KV heads per layer, of all shards together.")
+    head_dim: int = Field(default=32, ge=1, le=65536, description="Elements per head.")
+    dtype: Literal["float16", "bfloat16", "float32"] = Field(
+        default="float16", description="Element type of K and V, by torch's name."
+    )
+    layout: Literal["page_first"] = Field(
+        default="page_first", description="page_first: a page's K and V of all layers are contiguous."
+    )
+    num_shards: int = Field(
+        default=1, ge=1, le=1024, description="Tensor-parallel shards on this host: one tensor each, one page table."
+    )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the device pool (of each shard: a page is a page in all of them)."""
+        return self.num_tokens // self.page_size
+
+    @model_validator(mode="after")
+    def _check(self) -> PoolConfig:
+        if not 1 <= self.num_pages <= MAX_PAGES:
+            raise ConfigError(
+                f"pool.num_tokens = {self.num_tokens} makes {self.num_pages} pages of {self.page_size} tokens; "
+                f"write {self.page_size} to {MAX_PAGES * self.page_size}",
+                path="pool.num_tokens",
+                value=self.num_tokens,
+            )
+        if self.num_kv_heads % self.num_shards:
+            raise ConfigError(
+                f"pool.num_shards = {self.num_shards} does not divide pool.num_kv_heads = {self.num_kv_heads}; "
+                "make one a multiple of the other",
+                path="pool.num_shards",
+                value=self.num_shards,
+            )
+        return self
+
+
+class HostConfig(Section):
+    """`[host]`: the second tier, in host memory beside the device pool. Everything committed is copied to it."""
+
+    pool_ratio: float = Field(
+        default=2.0,
+        ge=0,
+        le=1024,
+        allow_inf_nan=False,
+        description="Size as a multiple of the device pool; 0: no host tier. Read only where num_tokens is not set.",
+    )
+    num_tokens: int | None = Field(
+        default=None, ge=0, description="Size in tokens, rounded down to whole pages; 0: no host tier."
+    )
+
+
+class EventsConfig(Section):
+    """`[events]`: the stream that tells routers what is cached where."""
+
+    enabled: bool = Field(default=True, description="false: nothing is hashed, queued or bound.")
+    endpoint: Endpoint = Field(
+        default="tcp://127.0.0.1:5557", description="Where the publisher binds (ZMQ PUB); port 0: the system's choice."
+    )
+    replay_endpoint: Endpoint = Field(
+        default="tcp://127.0.0.1:5657", description="Where replay and snapshots are answered (ZMQ ROUTER)."
+    )
+    topic: str = Field(default="", max_length=256, description="First frame of every message.")
+    hash: Literal["xxh3_128", "sha256"] = Field(
+        default="xxh3_128", description="The block hash; sha256 gives SGLang's values for plain pages."
+    )
+    max_delay_ms: float = Field(
+        default=1.0, ge=0, le=1000, description="Milliseconds that an event may wait for others to share its batch."
+    )
+    max_blocks: int = Field(default=4096, ge=1, le=1 << 20, description="Blocks that one batch may hold.")
+    ring_bytes: int = Field(
+        default=64 << 20,
+        ge=1 << 16,
+        description="Bytes of encoded batches kept for replay; an older start gets a snapshot instead.",
+    )
+    heartbeat_s: float = Field(
+        default=1.0, gt=0, le=60, description="Seconds of silence after which an empty batch is sent."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EventsConfig:
+        if self.endpoint == self.replay_endpoint and not self.endpoint.endswith(":0"):
+            raise ConfigError(
+                f"events.replay_endpoint = {self.replay_endpoint!r} is events.endpoint too; give it a port of its own",
+                path="events.replay_endpoint",
+                value=self.replay_endpoint,
+            )
+        return self
+
+
+class HttpConfig(Section):
+    """`[http]`: GET /health, /server_info and /metrics."""
+
+    enabled: bool = Field(default=True, description="false: no HTTP at all.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="The address to bind; 0.0.0.0 for every one.")
+    port: Port = Field(default=30080, description="The port to bind; 0: the system's choice.")
+
+
+class ControlConfig(Section):
+    """`[control]`: the unix socket that model runners attach to."""
+
+    socket: FilePath | None = Field(
+        default=None,
+        description="Its path; by default in $XDG_RUNTIME_DIR/sglcache/, else in a private folder of the user's.",
+    )
+    num_load_slots: int = Field(
+        default=64, ge=1, le=65536, description="Loads from the host that may be on their way at a time."
+    )
+
+
+class StateConfig(Section):
+    """`[state]`: what must outlive the process. Only the stream's highest number is kept."""
+
+    dir: FilePath | None = Field(
+        default=None, description="Folder for it; by default $XDG_STATE_HOME/sglcache, else ~/.local/state/sglcache."
+    )
+
+
+class Config(Section):
+    """Everything that `sglcache serve` can be told. Build it with `load` or `parse`, which speak to people."""
+
+    model_name: str = Field(
+        default="default", min_length=1, max_length=256, description="The model's name, for routers and /server_info."
+    )
+    pool: PoolConfig = Field(default_factory=PoolConfig, description="The device pool.")
+    host: HostConfig = Field(default_factory=HostConfig, description="The host tier.")
+    events: EventsConfig = Field(default_factory=EventsConfig, description="The event stream.")
+    http: HttpConfig = Field(default_factory=HttpConfig, description="HTTP.")
+    control: ControlConfig = Field(default_factory=ControlConfig, description="The control socket.")
+    state: StateConfig = Field(default_factory=StateConfig, description="What outlives the process.")
+
+    @property
+    def host_pages(self) -> int:
+        """Pages in the host pool; 0 where there is no host tier."""
+        if self.host.num_tokens is not None:
+            return self.host.num_tokens // self.pool.page_size
+        return int(self.pool.num_pages * self.host.pool_ratio)
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.host_pages > MAX_PAGES:
+            raise ConfigError(
+                f"host: {self.host_pages} pages are more than a slot number can name ({MAX_PAGES}); "
+                "lower host.num_tokens or host.pool_ratio",
+                path="host.num_tokens" if self.host.num_tokens is not None else "host.pool_ratio",
+                value=self.host.num_tokens if self.host.num_tokens is not None else self.host.pool_ratio,
+            )
+        return self
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The defaults, under the TOML file at `path`, under `overrides` (`a.b=c`, the last one of a key wins).
+
+    ConfigError: the file can't be read or is not TOML, an override has no `=`, or `parse` refuses.
+    """
+    data: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text())
+        except OSError as exc:
+            raise ConfigError(f"{path}: {exc.strerror or exc}; give --config a file that can be read") from exc
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{path} is not TOML: {exc}") from exc
+        sources = {dotted: str(path) for dotted in _leaves(data)}
+    for override in overrides:
+        dotted, value = parse_override(override)
+        _put(data, dotted, value)
+        sources[dotted] = "--set"
+    return parse(data, sources)
+
+
+def parse(data: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> Config:
+    """Build the configuration from nested mappings; `sources` tells, by dotted path, where a value came from.
+
+    ConfigError: `path` and `value` are those of the first problem, the message has a line for each.
+    """
+    try:
+        return Config.model_validate(data)
+    except ValidationError as exc:
+        problems = exc.errors(include_url=False)
+        lines = [_describe(problem, sources or {}) for problem in problems]
+        raise ConfigError("\n".join(lines), path=_dotted(problems[0]), value=problems[0]["input"]) from None
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `a.b=c`. The value is read as TOML where it is TOML, and is the plain text otherwise.
+
+    ConfigError: no `=`, or an empty key.
+    """
+    dotted, equals, value = text.partition("=")
+    dotted = dotted.strip()
+    if not equals or not all(dotted.split(".")):
+        raise ConfigError(f"--set {text}: write section.key=value, such as pool.page_size=64", path=dotted, value=text)
+    try:
+        return dotted, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return dotted, value.strip()
+
+
+def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    inner: Any = data
+    for depth, section in enumerate(sections, 1):
+        inner = inner.setdefault(section, {})
+        if not isinstance(inner, dict):
+            above = ".".join(sections[:depth])
+            raise ConfigError(f"--set {dotted}: {above} is a value, not a section", path=dotted, value=value)
+    inner[key] = value
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in data.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+
+
+def _dotted(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"])
+
+
+def _describe(problem: Any, sources: Mapping[str, str]) -> str:
+    """One problem in one line: path, value, source, remedy."""
+    dotted, value = _dotted(problem), problem["input"]
+    source = f" ({sources[dotted]})" if dotted in sources else ""
+    if problem["type"] == "extra_forbidden":
+        return f"{dotted}{source}: no such key; {_suggest(dotted)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = (message[:1].lower() + message[1:]).replace("input should be", "must be")
+    if problem["type"] == "string_type":
+        message += f"; quote it: {dotted}='\"{value}\"'" if sources.get(dotted) == "--set" else "; quote it"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        message = f"a section is wanted: [{dotted}], then its keys"
+    default = _default(dotted)
+    return f"{dotted} = {_show(value)}{source}: {message}" + (f" (the default is {default})" if default else "")
+
+
+def _show(value: object) -> str:
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def keys() -> dict[str, Any]:
+    """Every key by its dotted path, with its default; the order is the file's."""
+    found: dict[str, Any] = {}
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            found |= {f"{name}.{key}": inner.default for key, inner in section.model_fields.items()}
+        else:
+            found[name] = field.default
+    return found
+
+
+def _default(dotted: str) -> str:
+    default = keys().get(dotted)
+    return "" if default is None else _show(default)
+
+
+def _suggest(dotted: str) -> str:
+    known = list(keys())
+    same_name = [key for key in known if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
+    nearest = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75) or same_name[:1]
+    sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))
+    section = dotted.rpartition(".")[0]
+    if nearest:
+        return f"did you mean {nearest[0]}?"
+    if "." not in dotted and (near := difflib.get_close_matches(dotted, sections, n=1)):
+        return f"did you mean [{near[0]}]?"
+    inside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
+    if section and inside:
+        return f"[{section}] has {', '.join(inside)}"
+    return f"the sections are {', '.join(sections)}"

@@ -1,0 +1,94 @@
+"""The command line without a daemon: help is quick, errors are one line with an exit code that means something."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ("bench", "clear", "ping", "replay", "serve", "status", "version", "watch")
+NEEDS_A_DAEMON = (["ping"], ["status"], ["status", "--json"], ["watch"], ["clear"], ["replay"])
+
+
+def run(*args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`sglcache ARGS` in a process of its own, where no daemon can be found."""
+    environ = {key: value for key, value in os.environ.items() if key != "SGLCACHE_SOCKET"}
+    if folder is not None:
+        environ["XDG_RUNTIME_DIR"] = str(folder)
+    return subprocess.run(
+        [sys.executable, "-m", "sglcache", *args], capture_output=True, text=True, check=False, timeout=60, env=environ
+    )
+
+
+def test_help_names_every_command_and_the_exit_codes() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.stdout
+    assert "69 no daemon" in done.stdout.replace("\n  ", " ")
+
+
+def test_help_is_quick_and_loads_nothing_big() -> None:
+    program = (
+        "import sys; sys.argv = ['sglcache', '--help']\n"
+        "from sglcache.cli import main\n"
+        "try:\n    main()\n"
+        "finally:\n"
+        "    big = {'torch', 'numpy', 'pydantic', 'rich', 'zmq', 'aiohttp', 'asyncio'} & set(sys.modules)\n"
+        "    assert not big, big\n"
+    )
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        took.append(time.perf_counter() - started)
+        assert done.returncode == 0, done.stderr
+    assert min(took) < 0.3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize("args", NEEDS_A_DAEMON, ids=" ".join)
+def test_without_a_daemon_it_is_unavailable(args: list[str], tmp_path: Path) -> None:
+    done = run(*args, folder=tmp_path)
+    assert done.returncode == 69, done
+    assert done.stderr.startswith("error[unavailable]: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_wrong_config_is_one_line_by_path_and_exits_2() -> None:
+    done = run("serve", "--set", "pool.page_sise=4")
+    assert done.returncode == 2
+    assert done.stderr == "error[config]: pool.page_sise (--set): no such key; did you mean pool.page_size?\n"
+
+
+def test_wrong_usage_exits_2() -> None:
+    for args in (["nothing"], ["clear", "--tier", "tape"], ["replay", "--clients", "0"], ["status", "--jsom"]):
+        done = run(*args)
+        assert done.returncode == 2, args
+        assert "Traceback" not in done.stderr
+
+
+def test_serve_check_prints_the_whole_configuration() -> None:
+    done = run("serve", "--check", "--set", "pool.page_size=64")
+    assert done.returncode == 0
+    config = json.loads(done.stdout)
+    assert config["pool"]["page_size"] == 64
+    assert set(config) >= {"pool", "host", "events", "http", "control", "state", "model_name"}
+
+
+def test_version_is_the_packages() -> None:
+    import importlib.metadata
+
+    assert run("version").stdout.strip() == importlib.metadata.version("sglcache")

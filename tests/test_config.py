@@ -1,0 +1,166 @@
+"""The configuration speaks in dotted paths, and its defaults need no file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from sglcache.config import Config, Section, keys, load, parse, parse_override
+from sglcache.errors import ConfigError
+
+CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.toml"))
+
+
+def sections() -> list[type[Section]]:
+    found: list[type[Section]] = [Config]
+    found += [
+        field.annotation
+        for field in Config.model_fields.values()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    ]
+    return found
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    load(path)
+
+
+def test_cpu_toml_says_the_defaults() -> None:
+    path = next(path for path in CONFIGS if path.name == "cpu.toml")
+    assert load(path) == load()
+
+    text = path.read_text()
+    written = {key for section in tomllib.loads(text).values() if isinstance(section, dict) for key in section}
+    unset = {key.rpartition(".")[2] for key, default in keys().items() if default is None}
+    for key in keys():
+        name = key.rpartition(".")[2]
+        assert name in written or name in tomllib.loads(text) or f"# {name} = " in text, f"{key} is not in {path}"
+    assert "socket" in unset
+    assert "dir" in unset
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_every_field_has_a_default_and_a_description(section: type[Section]) -> None:
+    assert section.__doc__
+    for name, field in section.model_fields.items():
+        assert not field.is_required(), f"{section.__name__}.{name} has no default"
+        assert field.description, f"{section.__name__}.{name} has no description"
+        assert field.description.endswith("."), f"{section.__name__}.{name}: the description is a sentence"
+
+
+def test_the_defaults_are_a_mebitoken_on_the_device_and_two_on_the_host() -> None:
+    config = load()
+    assert config.pool.num_pages * config.pool.page_size == 1 << 20
+    assert config.host_pages == 2 * config.pool.num_pages
+    token_bytes = 2 * config.pool.num_layers * config.pool.num_kv_heads * config.pool.head_dim * 2
+    assert config.pool.num_tokens * token_bytes == 256 << 20
+
+
+def test_an_override_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[pool]\npage_size = 4\nnum_layers = 3\n")
+    config = load(file, ["pool.page_size=64", "pool.page_size=1"])
+    assert (config.pool.page_size, config.pool.num_layers, config.pool.head_dim) == (1, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pool.page_size=64", ("pool.page_size", 64)),
+        ("events.enabled=false", ("events.enabled", False)),
+        ("host.pool_ratio=1.5", ("host.pool_ratio", 1.5)),
+        ("events.endpoint=tcp://127.0.0.1:0", ("events.endpoint", "tcp://127.0.0.1:0")),
+        ('events.topic="7"', ("events.topic", "7")),
+        ("events.topic=a=b", ("events.topic", "a=b")),
+        ("events.topic=", ("events.topic", "")),
+        ("events.topic=x\ny = 3", ("events.topic", "x\ny = 3")),
+    ],
+)
+def test_an_overrides_value_is_toml_or_else_the_text(text: str, expected: tuple[str, object]) -> None:
+    assert parse_override(text) == expected
+
+
+@pytest.mark.parametrize("text", ["pool.page_size", "=3", "pool..x=3", ".=1"])
+def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"write section\.key=value"):
+        load(None, [text])
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "remedy"),
+    [
+        ("pool.page_sise=4", "pool.page_sise", "did you mean pool.page_size?"),
+        ("page_size=4", "page_size", "did you mean pool.page_size?"),
+        ("pol.page_size=4", "pol", "did you mean [pool]?"),
+        ("pool.foo=1", "pool.foo", "[pool] has page_size, num_tokens"),
+        ("zzz=1", "zzz", "the sections are pool, host"),
+        ("pool.page_size=0", "pool.page_size", "greater than or equal to 1"),
+        ("pool.page_size=16.5", "pool.page_size", "the default is 16"),
+        ('pool.page_size="16"', "pool.page_size", "valid integer"),
+        ("pool.page_size.x=1", "pool.page_size", "valid integer"),
+        ("pool=3", "pool", "[pool], then its keys"),
+        ("pool.num_shards=3", "pool.num_shards", "does not divide pool.num_kv_heads = 1"),
+        ("pool.num_tokens=15", "pool.num_tokens", "write 16 to"),
+        ("pool.num_tokens=99999999999999", "pool.num_tokens", "write 16 to"),
+        ("pool.dtype=int4", "pool.dtype", "'float16', 'bfloat16' or 'float32'"),
+        ("host.pool_ratio=-1", "host.pool_ratio", "greater than or equal to 0"),
+        ("host.pool_ratio=nan", "host.pool_ratio", "finite"),
+        ("host.num_tokens=99999999999999", "host.num_tokens", "lower host.num_tokens"),
+        ("events.hash=md5", "events.hash", "'xxh3_128' or 'sha256'"),
+        ("events.endpoint=127.0.0.1:5557", "events.endpoint", "write tcp://HOST:PORT"),
+        ("events.endpoint=tcp://::1:5557", "events.endpoint", "an IPv6 host in brackets"),
+        ("events.endpoint=tcp://*:65536", "events.endpoint", "a port of 0 to 65535"),
+        ("events.replay_endpoint=tcp://127.0.0.1:5557", "events.replay_endpoint", "a port of its own"),
+        ("events.topic=7", "events.topic", "quote it: events.topic='\"7\"'"),
+        ("http.port=70000", "http.port", "less than or equal to 65535"),
+        ("control.socket=3", "control.socket", "path"),
+    ],
+)
+def test_a_wrong_key_or_value_is_refused_by_path_with_the_remedy(override: str, path: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    assert caught.value.path == path
+    assert path in caught.value.message
+    assert remedy in caught.value.message
+
+
+def test_every_problem_is_told_with_where_it_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[http]\nport = -1\n[pol]\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["events.hash=md5"])
+    lines = caught.value.message.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("events.hash = 'md5' (--set): ")
+    assert lines[1].startswith(f"http.port = -1 ({file}): ")
+    assert lines[2] == f"pol ({file}): no such key; did you mean [pool]?"
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml: No such file"):
+        load(tmp_path / "absent.toml")
+    (tmp_path / "bad.toml").write_text("[pool\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: .*line 1"):
+        load(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5557", "tcp://0.0.0.0:1", "tcp://[::1]:0", "tcp://[::]:5557", "tcp://host-1.a:1", "ipc:///a"]
+)
+def test_these_endpoints_are_fine(endpoint: str) -> None:
+    assert load(None, [f"events.endpoint={endpoint}"]).events.endpoint == endpoint
+
+
+def test_the_host_tier_is_off_at_zero_and_a_size_in_tokens_wins_over_the_ratio() -> None:
+    assert load(None, ["host.pool_ratio=0"]).host_pages == 0
+    assert load(None, ["host.num_tokens=0"]).host_pages == 0
+    assert load(None, ["host.num_tokens=100", "pool.page_size=16"]).host_pages == 6
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        setattr(parse({}).pool, "page_size", 4)  # noqa: B010
