@@ -1,0 +1,507 @@
+"""The flat reference model: what must be true of an index, without a tree.
+
+Pages are looked up in plain dicts, holds are counted page by page, and a slot is a key into a dict of owners. Where
+the index has a choice (which unlocked pages to evict, when to start a write-through) the model does not choose: it is
+told what was seen and checks that the choice was allowed. Everything else it predicts exactly.
+
+All violations raise AssertionError; the model never repairs itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglcache.testing.pages import Book, NamespaceTuple, Page, ancestry
+
+DEVICE, HOST = 0, 1
+
+
+@dataclass(eq=False, repr=False)
+class Item:
+    """A commit or release of a session, in the order of its tickets."""
+
+    kind: str  # "commit" or "release"
+    lease: LeaseModel
+    ticket: int
+    request: int
+    pages: int = 0  # a commit's: whole pages of the lease's sequence
+    seen: int = 0  # the highest reply number that the runner had read when it sent this
+    discard: bool = False
+    issued: bool = False  # the command was sent (its event may be done before)
+    dropped: bool = False  # a commit that a discarding release overtook
+    applied: bool = False
+    done: set[int] = field(default_factory=set)  # shards whose event is done
+
+    def __repr__(self) -> str:
+        state = "sent" if self.issued else "not sent"
+        return (
+            f"<{self.kind} {self.ticket} of lease {self.lease.number}, {state}, events done on {self.done or 'none'}>"
+        )
+
+
+@dataclass(eq=False)
+class Duplicate:
+    """A page of a lease's own that the tree did not want; the runner may still read it."""
+
+    slot: int
+    page: Page
+    reply: int  # the number of the answer that named a better one; 0: none did yet
+
+
+@dataclass(eq=False, repr=False)
+class LeaseModel:
+    """What a runner holds: its page table, which slots of it are its own, and how far it pins the tree."""
+
+    number: int
+    session: SessionModel
+    namespace: NamespaceTuple
+    tokens: bytes
+    path: tuple[Page, ...]
+    table: list[int]  # page i of the sequence lies in table[i]: canonical where committed
+    owned: set[int]  # slots the lease must give back
+    pinned: int  # pages of the path that it holds on the device
+    host_pinned: int  # pages of the path that it holds on the host
+    matched: int  # pages found at acquire, device and host; what lies between `pinned` and them is loaded
+    known: int = 0  # pages whose canonical slots its runner was told
+    num_fresh: int = 0  # while it waits for room: pages it still needs
+    waiting: bool = False  # an acquire that has its holds and no page yet
+    load: int | None = None  # ticket of the load that is on its way
+    broken: bool = False  # its load failed: what was computed on top of it is garbage
+    duplicates: list[Duplicate] = field(default_factory=list)
+    release: Item | None = None
+    over: bool = False  # everything was given back
+
+    def __repr__(self) -> str:
+        return (
+            f"<lease {self.number} of session {self.session.number}: {self.pinned} of {len(self.table)} pages pinned>"
+        )
+
+
+@dataclass(eq=False)
+class SessionModel:
+    """One runner: its leases and the order of what it sent."""
+
+    number: int
+    shards: int
+    items: list[Item] = field(default_factory=list)  # not applied yet, by ticket
+    leases: list[LeaseModel] = field(default_factory=list)  # not over yet
+    replies: int = 0  # commits answered
+    ended: bool = False
+    gone: set[int] = field(default_factory=set)
+
+    def all_done(self, item: Item) -> bool:
+        return len(item.done) == self.shards
+
+    def all_over(self, item: Item) -> bool:
+        """For a session that ended: each shard's event is done, or the shard is gone."""
+        return len(item.done | self.gone) == self.shards
+
+
+@dataclass(eq=False)
+class CopyModel:
+    """A copy on its way, and what it holds until its ack."""
+
+    ticket: int
+    source: int  # tier
+    target: int
+    pages: tuple[Page, ...]
+    source_slots: tuple[int, ...]
+    target_slots: tuple[int, ...]
+    lease: LeaseModel | None
+    held: list[tuple[int, tuple[Page, ...]]]  # (tier, whole path)
+    cancelled: bool = False  # what it hangs on failed
+
+
+@dataclass(eq=False)
+class PinModel:
+    session: SessionModel
+    owner: str
+    held: list[tuple[int, tuple[Page, ...]]]
+    expires_at: float
+
+
+class Model:
+    """State of a whole index as a flat table; methods are what happened, in order."""
+
+    def __init__(self, book: Book, *, num_pages: int, host_pages: int) -> None:
+        self.book = book
+        self.total = (num_pages, host_pages)
+        self.slot: tuple[dict[Page, int], dict[Page, int]] = ({}, {})  # pages present in a tier -> where
+        self.page: tuple[dict[int, Page], dict[int, Page]] = ({}, {})  # the same, turned round
+        self.writing: dict[Page, int] = {}  # pages on their way to the host -> host slot
+        self.owner: dict[int, LeaseModel] = {}  # device slot -> the lease it must come back from
+        self.holds: tuple[Counter[Page], Counter[Page]] = (Counter(), Counter())
+        self.stamp: tuple[dict[Page, int], dict[Page, int]] = ({}, {})  # when the last hold let go
+        self.sessions: dict[int, SessionModel] = {}
+        self.leases: dict[int, LeaseModel] = {}  # live ones of live sessions: those that take commands
+        self.fenced: list[LeaseModel] = []  # of ended sessions, not given back yet
+        self.copies: dict[int, CopyModel] = {}
+        self.host_fenced: set[int] = set()  # targets of cancelled copies that may still be written
+        self.pins: list[PinModel] = []
+        self.clock = 0
+        # How often a page's presence in a tier changed since the last clear of all; against Subscriber.said.
+        self.changes: Counter[tuple[int, Page]] = Counter()
+        self.clears = 0
+        # The change that freed a slot: (clears, tier, page, number of that change). Who gets the slot next
+        # must not hear of it before the stream has said so.
+        self.freed_by: tuple[dict[int, tuple[int, Page, int]], dict[int, tuple[int, Page, int]]] = ({}, {})
+
+    # -- holds and the order of eviction --------------------------------------------------------------
+
+    def hold(self, tier: int, path: Iterable[Page]) -> None:
+        for page in path:
+            self.holds[tier][page] += 1
+
+    def let_go(self, tier: int, path: Iterable[Page]) -> None:
+        """One holder lets go of a whole path at once: what nobody holds now was last used now."""
+        self.clock += 1
+        holds = self.holds[tier]
+        for page in path:
+            holds[page] -= 1
+            assert holds[page] >= 0, f"the model itself let go of {page} twice"
+            if not holds[page]:
+                del holds[page]
+                self.stamp[tier][page] = self.clock
+
+    def evictable(self, tier: int) -> list[Page]:
+        """Present and held by nobody."""
+        return [page for page in self.slot[tier] if page not in self.holds[tier] and page not in self.writing]
+
+    def num_locked(self, tier: int) -> int:
+        return sum(page in self.holds[tier] for page in self.slot[tier])
+
+    def num_free(self, tier: int) -> int:
+        """Slots that are nobody's."""
+        used = len(self.slot[tier])
+        used += len(self.owner) if tier == DEVICE else len(self.writing) + len(self.host_fenced)
+        return self.total[tier] - used
+
+    # -- presence -------------------------------------------------------------------------------------
+
+    def put(self, tier: int, page: Page, slot: int) -> None:
+        """none -> present."""
+        assert page not in self.slot[tier], f"{page} is in tier {tier} already"
+        assert slot not in self.page[tier], f"slot {slot} of tier {tier} holds {self.page[tier].get(slot)} already"
+        parent = page.parent
+        assert parent is None or parent in self.slot[tier], f"{page} came to tier {tier} before its parent"
+        self.slot[tier][page] = slot
+        self.page[tier][slot] = page
+        self.changes[tier, page] += 1
+        if page not in self.holds[tier]:
+            self.clock += 1
+            self.stamp[tier][page] = self.clock
+
+    def drop(self, tier: int, page: Page) -> None:
+        """present -> none."""
+        slot = self.slot[tier].pop(page)
+        del self.page[tier][slot]
+        self.stamp[tier].pop(page, None)
+        self.changes[tier, page] += 1
+        self.freed_by[tier][slot] = (self.clears, page, self.changes[tier, page])
+
+    # -- matching -------------------------------------------------------------------------------------
+
+    def match(self, path: Sequence[Page], limit: int | None = None) -> tuple[int, int]:
+        """(pages on the device, pages on the device and then the host) of a sequence."""
+        most = len(path) if limit is None else min(len(path), limit // (self.book.page_bytes // 4))
+        on_device = 0
+        while on_device < most and path[on_device] in self.slot[DEVICE]:
+            on_device += 1
+        matched = on_device
+        while matched < most and path[matched] in self.slot[HOST]:
+            matched += 1
+        return on_device, matched
+
+    # -- eviction -------------------------------------------------------------------------------------
+
+    def evicted(self, tier: int, victims: Sequence[Page], need: int | None, keep: Sequence[Page] = ()) -> None:
+        """`victims` left a tier to make room. `need`: how many pages had to go (None: unknown).
+
+        `keep`: pages that the same command held while it evicted, and may have let go.
+
+        Checked: nobody held them; no child stays without its parent; none went without need; nobody else
+        was due before them.
+        """
+        gone = set(victims)
+        for page in victims:
+            assert page not in self.holds[tier], f"{page} was evicted from tier {tier} while it is held"
+            assert tier == DEVICE or page not in self.writing
+        children: dict[Page | None, list[Page]] = {}
+        for page in self.slot[tier]:
+            children.setdefault(page.parent, []).append(page)
+        for page in victims:
+            left = [child for child in children.get(page, ()) if child not in gone]
+            assert not left, f"{page} was evicted from tier {tier} before its children {left}"
+        if need is not None:
+            longest = max(sum(above in gone for above in ancestry(page)) for page in victims)
+            assert len(gone) - longest < need, f"{len(gone)} pages were evicted from tier {tier} where {need} had to go"
+        self._check_order(tier, gone, children, keep)
+        for page in sorted(victims, key=lambda page: -page.depth):
+            self.drop(tier, page)
+
+    def _check_order(
+        self, tier: int, gone: set[Page], children: dict[Page | None, list[Page]], keep: Sequence[Page]
+    ) -> None:
+        """No survivor that could have gone was last used before a victim."""
+        stays = {page for page in self.slot[tier] if page not in self.holds[tier]} - gone - set(keep)
+        stamp = self.stamp[tier]
+        youngest = max((stamp[page] for page in gone), default=0)
+        for page in stays:
+            leaf = all(child in gone for child in children.get(page, ()))
+            assert not leaf or youngest <= stamp[page], (
+                f"tier {tier}: {sorted(gone, key=lambda p: p.depth)} went, last used at "
+                f"{sorted(stamp[p] for p in gone)}; {page}, last used at {stamp[page]}, stayed"
+            )
+
+    # -- leases ---------------------------------------------------------------------------------------
+
+    def opened(self, lease: LeaseModel) -> None:
+        """A match was made: what it found is held from now on, whether there is room for the rest yet or not."""
+        lease.session.leases.append(lease)
+        self.hold(DEVICE, lease.path[: lease.pinned])
+        self.hold(HOST, lease.path[: lease.host_pinned])
+
+    def granted(self, lease: LeaseModel, number: int) -> None:
+        assert number not in self.leases
+        lease.number, lease.waiting, lease.num_fresh, lease.known = number, False, 0, lease.pinned
+        for slot in lease.owned:
+            self._take(slot, lease)
+        self.leases[number] = lease
+
+    def grown(self, lease: LeaseModel, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._take(slot, lease)
+            lease.owned.add(slot)
+            lease.table.append(slot)
+
+    def _take(self, slot: int, lease: LeaseModel) -> None:
+        assert 0 <= slot < self.total[DEVICE], f"slot {slot} is none"
+        assert slot not in self.page[DEVICE], f"slot {slot} was handed out while it holds {self.page[DEVICE][slot]}"
+        assert slot not in self.owner, f"slot {slot} was handed out while it is lease {self.owner[slot].number}'s"
+        self.owner[slot] = lease
+
+    def _give_back(self, lease: LeaseModel) -> None:
+        for slot in lease.owned:
+            del self.owner[slot]
+        lease.owned.clear()
+        lease.duplicates.clear()
+        self.let_go(HOST, lease.path[: lease.host_pinned])
+        self.let_go(DEVICE, lease.path[: lease.pinned])
+        lease.over = True
+        lease.session.leases.remove(lease)
+
+    def refused(self, lease: LeaseModel) -> None:
+        """There will be no room for it: the holds go, and nothing else was taken."""
+        assert lease.waiting
+        self._give_back(lease)
+
+    def _adopt(self, lease: LeaseModel, end: int, reply: int) -> None:
+        """The lease's own pages up to `end` go to the tree where it has none; where it has, they are duplicates."""
+        for i in range(lease.pinned, end):
+            page, own = lease.path[i], lease.table[i]
+            assert own in lease.owned
+            there = self.slot[DEVICE].get(page)
+            self.hold(DEVICE, [page])
+            if there is not None:
+                lease.duplicates.append(Duplicate(own, page, reply))
+                lease.table[i] = there
+            else:
+                lease.owned.remove(own)
+                del self.owner[own]
+                self.put(DEVICE, page, own)
+        lease.pinned = max(lease.pinned, end)
+
+    def committed(self, item: Item, pages: int, first_page: int, slots: Sequence[int], lost: int, reply: int) -> None:
+        """A commit took effect: adopt what is new, count what is there already."""
+        lease, session = item.lease, item.lease.session
+        self._may_apply(item)
+        assert not lease.broken, f"what was computed on a load that failed was committed: {item}"
+        session.replies += 1
+        assert reply == session.replies, f"reply {reply} where the session's next is {session.replies}"
+        own = list(lease.table)
+        self._adopt(lease, item.pages, reply)
+        for duplicate in lease.duplicates:
+            duplicate.reply = duplicate.reply or reply
+        assert pages == lease.pinned, f"{pages} pages are said to be committed, {lease.pinned} are"
+        assert first_page == lease.known, f"the answer starts at page {first_page}, the runner knows {lease.known}"
+        assert list(slots) == lease.table[first_page:pages], (
+            f"canonical slots {list(slots)} from page {first_page}; they are {lease.table[first_page:pages]}, "
+            f"the lease's own were {own[first_page:pages]}"
+        )
+        fresh = [d for d in lease.duplicates if d.reply == reply]
+        assert lost == len(fresh), f"{lost} duplicates were told, {len(fresh)} are new"
+        lease.known = max(lease.known, lease.pinned)
+        self._applied(item)
+
+    def commit_failed(self, item: Item) -> None:
+        """The answer to a commit on top of a load that went wrong: nothing of it is cached."""
+        self._may_apply(item)
+        assert item.lease.broken
+        self._applied(item)
+
+    def released(self, item: Item) -> None:
+        self._may_apply(item)
+        self._give_back(item.lease)
+        self.leases.pop(item.lease.number, None)
+        self._applied(item)
+
+    def _may_apply(self, item: Item) -> None:
+        session = item.lease.session
+        what = f"{item.kind} {item.ticket} of session {session.number}"
+        assert item.issued, f"{what} took effect before it was sent"
+        assert not item.applied, f"{what} took effect twice"
+        assert not item.dropped, f"{what} was discarded and took effect"
+        assert not session.ended, f"{what} took effect after the session's end"
+        assert session.all_done(item), f"{what} took effect with events done on {item.done} of {session.shards} shards"
+        assert item.lease.load is None, f"{what} took effect while the lease's load is on its way"
+        before = [i.ticket for i in session.items if i.ticket < item.ticket]
+        assert not before, f"{what} took effect before {before}"
+
+    def _applied(self, item: Item) -> None:
+        session = item.lease.session
+        item.applied = True
+        session.items = [i for i in session.items if i.ticket > item.ticket]
+        # The runner sent this after it had read replies up to `seen`: nothing older is read by it any more.
+        for lease in session.leases:
+            for duplicate in [d for d in lease.duplicates if 0 < d.reply <= item.seen]:
+                lease.duplicates.remove(duplicate)
+                lease.owned.remove(duplicate.slot)
+                del self.owner[duplicate.slot]
+
+    def settle(self, session: SessionModel) -> None:
+        """A discarded commit is done, and nothing else, when its turn comes and its events are done."""
+        while session.items and session.items[0].dropped and session.all_done(session.items[0]):
+            self._applied(session.items[0])
+
+    def overdue(self) -> list[Item]:
+        """What must have taken effect by now: its events are done and nothing before it waits."""
+        late: list[Item] = []
+        for session in self.sessions.values():
+            if session.ended:
+                continue
+            item = session.items[0] if session.items else None
+            if item is not None and item.issued and session.all_done(item) and item.lease.load is None:
+                late.append(item)
+        return late
+
+    # -- death ----------------------------------------------------------------------------------------
+
+    def ended(self, session: SessionModel) -> None:
+        """No command more. What its leases took and pin stays theirs, fenced, until their last use is over."""
+        if session.ended:
+            return
+        session.ended = True
+        for lease in list(session.leases):
+            self.leases.pop(lease.number, None)
+            if lease.waiting:
+                self.refused(lease)
+            else:
+                self.fenced.append(lease)
+        for pin in [pin for pin in self.pins if pin.session is session]:
+            self.unpin(pin)
+
+    def reap(self) -> None:
+        """Take back what ended sessions can't use any more: all shards gone, or the release's event done."""
+        for lease in list(self.fenced):
+            session, release = lease.session, lease.release
+            over = len(session.gone) == session.shards
+            if release is not None and release.issued and session.all_over(release):
+                over = True
+            if over and lease.load is None:
+                self.fenced.remove(lease)
+                self._give_back(lease)
+
+    # -- copies, pins, clear --------------------------------------------------------------------------
+
+    def copying(self, copy: CopyModel) -> None:
+        """A copy was asked for. What it reads, and the paths above, must not go before its ack."""
+        assert copy.ticket not in self.copies
+        for page, slot in zip(copy.pages, copy.source_slots, strict=True):
+            there = self.slot[copy.source].get(page)
+            assert there == slot, f"{page} is to be read from {slot}, it lies in {there}"
+        if copy.target == HOST:
+            taken = set(self.writing.values()) | self.host_fenced
+            for page, slot in zip(copy.pages, copy.target_slots, strict=True):
+                assert 0 <= slot < self.total[HOST]
+                assert page not in self.slot[HOST], f"{page} is in the host already"
+                assert page not in self.writing, f"{page} is on its way to the host already"
+                assert slot not in self.page[HOST], f"host slot {slot} holds {self.page[HOST].get(slot)}"
+                assert slot not in taken, f"host slot {slot} is being written"
+                parent = page.parent
+                ok = parent is None or parent in self.slot[HOST] or parent in self.writing
+                assert ok, f"{page} goes to the host without its parent"
+                self.writing[page] = slot
+        for tier, path in copy.held:
+            self.hold(tier, path)
+        self.copies[copy.ticket] = copy
+
+    def write_through_over(self, copy: CopyModel, ok: bool) -> None:
+        """The ack of a copy to the host took effect; of one that failed, so do all that hang on its pages.
+
+        What hangs on it may still be being written: its target slots stay fenced until its own ack.
+        """
+        del self.copies[copy.ticket]
+        if copy.cancelled:
+            for slot in copy.target_slots:
+                self.host_fenced.remove(slot)
+        else:
+            for page, slot in zip(copy.pages, copy.target_slots, strict=True):
+                del self.writing[page]
+                if ok:
+                    self.put(HOST, page, slot)
+            if not ok:
+                failed = set(copy.pages)
+                for other in reversed(self.copies.values()):
+                    if other.target == HOST and not other.cancelled and failed & set(ancestry(other.pages[-1])):
+                        other.cancelled = True
+                        self.host_fenced.update(other.target_slots)
+                        for page in other.pages:
+                            del self.writing[page]
+                        for tier, path in [held for held in other.held if held[0] == HOST]:
+                            self.let_go(tier, path)
+                            other.held.remove((tier, path))
+        for tier, path in copy.held:
+            self.let_go(tier, path)
+
+    def not_backed_up(self, path: Sequence[Page]) -> None:
+        """A commit passed over pages that the host lacks and had no room for: it used those that are there."""
+        there = [page for page in path if page in self.slot[HOST] or page in self.writing]
+        if self.total[HOST] and len(there) < len(path):
+            self.hold(HOST, there)
+            self.let_go(HOST, there)
+
+    def load_over(self, copy: CopyModel, ok: bool) -> None:
+        del self.copies[copy.ticket]
+        lease = copy.lease
+        assert lease is not None
+        lease.load = None
+        lease.broken |= not ok
+        if ok and not lease.session.ended:
+            self._adopt(lease, lease.matched, 0)
+        for tier, path in copy.held:
+            self.let_go(tier, path)
+        self.reap()
+
+    def pin(self, pin: PinModel) -> None:
+        for tier, path in pin.held:
+            self.hold(tier, path)
+        self.pins.append(pin)
+
+    def unpin(self, pin: PinModel) -> None:
+        self.pins.remove(pin)
+        for tier, path in pin.held:
+            self.let_go(tier, path)
+
+    def cleared(self) -> None:
+        """AllBlocksCleared: every page of every tier is gone at once."""
+        for tier in (DEVICE, HOST):
+            for page in list(self.slot[tier]):
+                self.drop(tier, page)
+        self.changes.clear()
+        self.clears += 1
+
+    def all_busy(self) -> bool:
+        """Whether something live holds up a clear."""
+        return bool(self.copies or self.pins or any(session.leases for session in self.sessions.values()))

@@ -1,0 +1,98 @@
+"""Pages as an outsider names them: by namespace and every token up to their end, hashed with hashlib and xxhash alone.
+
+Nothing here comes from `core`, so that a test which compares the two compares two pieces of work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import xxhash
+
+TOKEN_BYTES = 4
+
+# (lora, extra_key, cache_salt), as a plain tuple; the core's Namespace is equal to it.
+NamespaceTuple = tuple[str | None, str | None, str | None]
+
+
+def digest_of(hash_name: str, data: bytes) -> bytes:
+    """The page hash by its published name."""
+    if hash_name == "sha256":
+        return hashlib.sha256(data).digest()
+    return bytes(xxhash.xxh3_128(data).digest())
+
+
+def seed_of(namespace: NamespaceTuple) -> bytes:
+    """What a namespace's first page is chained to: SGLang's storage seed, a lora as third part if there is one."""
+    lora, extra_key, cache_salt = namespace
+    if namespace == (None, None, None):
+        return b""
+    data = b"sglang-cache-namespace-v1"
+    for part in (extra_key, cache_salt) if lora is None else (extra_key, cache_salt, lora):
+        if part is None:
+            data += b"\x00"
+        else:
+            data += b"\x01" + struct.pack("<Q", len(part.encode())) + part.encode()
+    return hashlib.sha256(data).digest()
+
+
+class Page:
+    """One page of one namespace at one place in one sequence. Interned by a Book: equal pages are the same object."""
+
+    __slots__ = ("depth", "digest", "hash", "namespace", "parent", "prefix", "tokens")
+
+    def __init__(
+        self, namespace: NamespaceTuple, prefix: bytes, parent: Page | None, tokens: bytes, digest: bytes
+    ) -> None:
+        self.namespace = namespace
+        self.prefix = prefix  # every token up to the page's end, uint32 LE
+        self.parent = parent  # None: the first of its namespace
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.tokens = tokens
+        self.digest = digest
+        self.hash: int = struct.unpack(">q", digest[:8])[0]
+
+    def __repr__(self) -> str:
+        ids = struct.unpack(f"<{len(self.prefix) // TOKEN_BYTES}I", self.prefix)
+        shown = ",".join(map(str, ids if len(ids) <= 12 else (*ids[:4], "..", *ids[-4:])))
+        where = "" if self.namespace == (None, None, None) else f" of {tuple(self.namespace)}"
+        return f"<page {self.depth} [{shown}]{where}>"
+
+
+class Book:
+    """Every page met so far, for one page size and hash."""
+
+    def __init__(self, page_size: int, hash_name: str) -> None:
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.hash_name = hash_name
+        self.by_digest: dict[bytes, Page] = {}
+        self.by_hash: dict[int, Page] = {}
+        self._pages: dict[tuple[NamespaceTuple, bytes], Page] = {}
+
+    def path(self, namespace: NamespaceTuple, tokens: bytes) -> tuple[Page, ...]:
+        """The whole pages of `tokens`, in order; a short last page is none."""
+        namespace = (namespace[0], namespace[1], namespace[2])
+        path: list[Page] = []
+        parent: Page | None = None
+        for end in range(self.page_bytes, len(tokens) + 1, self.page_bytes):
+            key = (namespace, tokens[:end])
+            page = self._pages.get(key)
+            if page is None:
+                own = tokens[end - self.page_bytes : end]
+                before = seed_of(namespace) if parent is None else parent.digest
+                page = Page(namespace, tokens[:end], parent, own, digest_of(self.hash_name, before + own))
+                self._pages[key] = self.by_digest[page.digest] = self.by_hash[page.hash] = page
+            path.append(page)
+            parent = page
+        return tuple(path)
+
+
+def ancestry(page: Page | None) -> list[Page]:
+    """The page and everything above it, first page first."""
+    path: list[Page] = []
+    while page is not None:
+        path.append(page)
+        page = page.parent
+    path.reverse()
+    return path

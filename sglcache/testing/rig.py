@@ -1,0 +1,837 @@
+"""An index, runners that misuse nothing but leave no law untried, memory that shows it, and the model beside them.
+
+Every method of `Rig` is one turn of a server's loop: a command, what leaves by `drain`, and then everything that can
+be checked from outside: the model's prediction, slot by slot; law 4's sums; `invariants.check`; the stream against
+the truth; and every page that anyone may read, byte for byte (a page's bytes are the Page itself).
+
+Runners are as nasty as a correct one can be: they scribble over fresh pages as soon as they have them, write the
+right bytes at the last moment (when their event is done), and read old pages until the last moment too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sglcache.core import invariants
+from sglcache.core.effects import Committed, Copy, Effect, Grant, Publish, Released, Wake
+from sglcache.core.index import Index, IndexConfig
+from sglcache.core.key import ROOT, Namespace
+from sglcache.errors import Busy, NoSpace, SglcacheError
+from sglcache.testing.model import (
+    DEVICE,
+    HOST,
+    CopyModel,
+    Item,
+    LeaseModel,
+    Model,
+    PinModel,
+    SessionModel,
+)
+from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
+from sglcache.testing.subscriber import Subscriber
+from sglcache.units import LeaseId, SessionId, TicketId, Tier
+
+T = TypeVar("T")
+Seen = tuple[dict[Page, int], dict[Page, int]]  # per tier: the pages that are ready, and their slots
+PARTS = 2  # shards of the pools; a session with one shard writes both in one go
+
+
+def pack(tokens: Iterable[int]) -> bytes:
+    """Token ids as the core takes them."""
+    return np.array(list(tokens), "<u4").tobytes()
+
+
+def unpack_slots(slots: bytes) -> list[int]:
+    return [int(slot) for slot in np.frombuffer(slots, "<i4")]
+
+
+@dataclass(eq=False)
+class Runner:
+    """One session as its processes live it. Its `SessionModel` is what the index may know of it."""
+
+    session: SessionModel
+    next_ticket: int = 1
+    read: int = 0  # the highest reply number that was read
+    planned: list[Item] = field(default_factory=list)  # has a ticket; the command is not sent yet
+    computed: dict[LeaseModel, dict[int, int]] = field(default_factory=dict)  # shard -> pages that have their bytes
+    stopped: dict[LeaseModel, set[int]] = field(default_factory=dict)  # shards that touch the lease no more
+    views: dict[LeaseModel, list[int]] = field(default_factory=dict)  # where its own writes go
+
+    @property
+    def id(self) -> SessionId:
+        return SessionId(self.session.number)
+
+
+class Rig:
+    """One index under test. `config` as IndexConfig's fields; `index` lets a test bring its own."""
+
+    def __init__(self, *, checks: bool = True, **config: Any) -> None:
+        self.config = IndexConfig(**config)
+        self.page_size = self.config.page_size
+        self.index = Index(self.config)
+        self.book = Book(self.page_size, self.config.hash_name)
+        self.model = Model(self.book, num_pages=self.config.num_pages, host_pages=self.config.host_pages)
+        self.subscriber = Subscriber(
+            self.book,
+            page_size=self.page_size,
+            first_seq=self.config.first_seq,
+            rank=self.config.rank,
+            max_batch_blocks=self.config.max_batch_blocks,
+        )
+        self.runners: dict[int, Runner] = {}
+        # memory[tier][part][slot]: a Page, whole, or anything else
+        sizes = (self.config.num_pages, self.config.host_pages)
+        self.memory: list[list[list[object]]] = [[["never written"] * n for _ in range(PARTS)] for n in sizes]
+        self.acks: list[tuple[CopyModel, bool]] = []  # acks of write-throughs that wait for an earlier one's
+        self.waiting: list[tuple[int, LeaseModel, bytes]] = []  # (request, lease, tokens of an extend)
+        self.asked: dict[int, Item] = {}  # requests of commits and releases that were not answered
+        self._committed: list[tuple[Page, ...]] = []  # in this turn
+        self.clearing = [0, 0]  # pages of a tier that a clear has still to drop
+        self.more = False  # step() has more to do
+        self.next_request = 1
+        self.now = 0.0
+        self.failed = False  # a check failed: nothing after it is worth a look
+        self.copies: list[Copy] = []  # every one that was asked for
+        self.wakes: list[Wake] = []
+        self._checks = checks
+        self.turn(lambda: None)
+
+    # -- one turn -------------------------------------------------------------------------------------
+
+    def turn(
+        self,
+        command: Callable[[], T],
+        then: Callable[[T | SglcacheError], None] | None = None,
+        need: int | None = 0,
+        keep: Sequence[Page] = (),
+    ) -> T | SglcacheError:
+        """Run a command and look at everything.
+
+        `need`: pages the device has to find for it (None: unknown); `keep`: pages it holds before it evicts.
+        """
+        try:
+            return self._turn(command, then, need, keep)
+        except AssertionError:
+            self.failed = True
+            raise
+
+    def _turn(
+        self,
+        command: Callable[[], T],
+        then: Callable[[T | SglcacheError], None] | None,
+        need: int | None,
+        keep: Sequence[Page],
+    ) -> T | SglcacheError:
+        before = self._fingerprint()
+        result: T | SglcacheError
+        try:
+            result = command()
+        except SglcacheError as exc:
+            result = exc
+        if isinstance(result, SglcacheError):
+            assert self._fingerprint() == before, f"{result!r} changed something"
+        effects = self._drain()
+        seen = observe(self.index, self.book)
+        self._take_victims(DEVICE, seen, need, keep)
+        if then is not None:
+            then(result)
+        for effect in effects:
+            if isinstance(effect, Wake):
+                self._woken(effect, seen)
+        for session in self.model.sessions.values():
+            if not session.ended:
+                self.model.settle(session)
+        self.model.reap()
+        asked = [effect for effect in effects if isinstance(effect, Copy)]
+        write_throughs = sum(copy.dst == Tier.HOST for copy in asked)
+        # The host keeps the paths that were committed while it makes room for their copies.
+        committed, self._committed = self._committed, []
+        kept = [page for path in committed for page in path]
+        for copy in asked:
+            # What one write-through had to evict can be told only where there is one, and one slice was enough for it.
+            alone = write_throughs == 1 and self.config.evict_slice >= self.config.host_pages
+            self._asked(copy, seen, len(copy.dst_slots) // 4 if alone else None, kept)
+        self._take_victims(DEVICE, seen, None)
+        self._take_victims(HOST, seen, 0 if self.config.evict_slice >= self.config.host_pages else None, kept)
+        copied = {copy.pages[-1] for copy in self.model.copies.values() if copy.ticket in {c.ticket for c in asked}}
+        for path in committed:
+            if copied.isdisjoint(path):
+                self.model.not_backed_up(path)
+        self.check(seen)
+        return result
+
+    def _fingerprint(self) -> object:
+        index = self.index
+        stats = index.stats()
+        return index.version, index.next_seq, stats.pools, stats.num_leases, stats.num_copies, stats.pinned_pages
+
+    def _drain(self) -> list[Effect]:
+        """What leaves, as a server takes it: while `held`, cut and ask again."""
+        effects: list[Effect] = []
+        self.now += 1
+        while True:
+            part = self.index.drain(self.now)
+            kinds = [isinstance(effect, Publish) for effect in part]
+            assert kinds == sorted(kinds, reverse=True), "a batch left behind something else"
+            for effect in part:
+                if isinstance(effect, Publish):
+                    self.subscriber.apply(effect)
+            effects += part
+            if not self.index.held:
+                return effects
+            assert all(kinds), f"held, and yet {part} left"
+            self.now += 1
+            self.index.cut(self.now)
+
+    def _take_victims(self, tier: int, seen: Seen, need: int | None, keep: Sequence[Page] = ()) -> None:
+        model = self.model
+        victims = [page for page, slot in model.slot[tier].items() if seen[tier].get(page) != slot]
+        if not victims:
+            return
+        if self.clearing[tier]:
+            self.clearing[tier] = max(0, self.clearing[tier] - len(victims))
+            need = None
+        elif need is not None:
+            need -= model.num_free(tier)
+        model.evicted(tier, victims, need, keep)
+
+    def _no_news(self, tier: int, slot: int) -> None:
+        """Whoever gets a slot must not hear of it before the stream has said that the old page is gone (law 5)."""
+        change = self.model.freed_by[tier].get(slot)
+        if change is None or self.config.events is False:
+            return
+        clears, page, count = change
+        if page.namespace[1] is None and clears == self.subscriber.clears - 1:
+            said = self.subscriber.said[tier, page]
+            assert said >= count, f"slot {slot} of tier {tier} is handed on; its removal of {page} was not sent"
+
+    # -- what was answered ------------------------------------------------------------------------------
+
+    def _granted(self, lease: LeaseModel, grant: Grant) -> None:
+        model, size = self.model, self.page_size
+        slots = unpack_slots(grant.slots)
+        want = [model.slot[DEVICE].get(page) for page in lease.path[: lease.pinned]]
+        assert slots[: lease.pinned] == want, f"slots of the hit {slots[: lease.pinned]}, they are {want}"
+        fresh = slots[lease.pinned :]
+        assert len(set(slots)) == len(slots)
+        assert len(fresh) == lease.num_fresh, f"{len(fresh)} fresh pages, {lease.num_fresh} are needed"
+        assert grant.matched_tokens == lease.matched * size
+        assert grant.host_tokens == (lease.matched - lease.pinned) * size
+        assert (grant.load is None) is (grant.host_tokens == 0)
+        lease.table, lease.owned, lease.load = slots, set(fresh), grant.load
+        for slot in fresh:
+            self._no_news(DEVICE, slot)
+        model.granted(lease, grant.lease)
+        self._scribble(lease, fresh)
+        runner = self.runners[lease.session.number]
+        runner.computed[lease] = dict.fromkeys(range(lease.session.shards), lease.matched)
+        runner.stopped[lease] = set()
+        runner.views[lease] = list(slots)
+
+    def _grown(self, lease: LeaseModel, tokens: bytes, grant: Grant) -> None:
+        slots = unpack_slots(grant.slots)
+        assert slots[: len(lease.table)] == lease.table, f"table {slots}; it was {lease.table}"
+        fresh = slots[len(lease.table) :]
+        assert len(fresh) == lease.num_fresh
+        assert grant.load is None
+        lease.num_fresh = 0
+        lease.tokens += tokens
+        lease.path = self.book.path(lease.namespace, lease.tokens)
+        for slot in fresh:
+            self._no_news(DEVICE, slot)
+        self.model.grown(lease, fresh)
+        self._scribble(lease, fresh)
+        self.runners[lease.session.number].views[lease] += fresh
+
+    def _scribble(self, lease: LeaseModel, slots: Iterable[int]) -> None:
+        for slot in slots:
+            for part in range(PARTS):
+                self.memory[DEVICE][part][slot] = f"scribble of lease {lease.number}"
+
+    def _woken(self, wake: Wake, seen: Seen) -> None:
+        self.wakes.append(wake)
+        session, result = self.model.sessions[wake.session], wake.result
+        waits = next((w for w in self.waiting if w[0] == wake.request), None)
+        if waits is not None:
+            _, lease, tokens = waits
+            self.waiting.remove(waits)
+            if isinstance(result, Grant):
+                self._take_victims(DEVICE, seen, None)
+                if lease.waiting:
+                    self._granted(lease, result)
+                else:
+                    self._grown(lease, tokens, result)
+            else:
+                assert isinstance(result, SglcacheError)
+                lease.num_fresh = 0
+                if lease.waiting and not lease.over:
+                    self.model.refused(lease)
+            return
+        if isinstance(result, SglcacheError) and session.ended:
+            self.asked.pop(wake.request)
+            return  # SessionEnded to whatever was under way; the end is in the model already
+        self.model.settle(session)
+        item = self.asked.pop(wake.request, None)
+        assert item is not None, f"an answer to request {wake.request}, which waits for none: {result}"
+        if isinstance(result, Committed):
+            assert result.lease == item.lease.number
+            slots = unpack_slots(result.slots)
+            pages, rest = divmod(result.committed_tokens, self.page_size)
+            assert not rest
+            if not slots:  # the pages are where the runner has them
+                slots = self.runners[wake.session].views[item.lease][result.first_page : pages]
+            self._check_bytes(item.lease.path[:pages], slots, result.first_page)
+            self.model.committed(item, pages, result.first_page, slots, result.num_duplicates, result.reply)
+            self._committed.append(item.lease.path[: item.lease.pinned])
+        elif isinstance(result, Released):
+            assert result.lease == item.lease.number
+            self.model.released(item)
+        elif item.lease.broken and not item.dropped:
+            self.model.commit_failed(item)
+        else:
+            assert item.dropped, f"{item} was answered with {result!r}"
+
+    def _check_bytes(self, path: Iterable[Page], slots: list[int], first: int) -> None:
+        """What an answer calls canonical holds the right bytes on every shard, now."""
+        for page, slot in zip(list(path)[first:], slots, strict=True):
+            for part in range(PARTS):
+                there = self.memory[DEVICE][part][slot]
+                assert there is page, f"{page} is said to lie in slot {slot}; part {part} there is {there}"
+
+    def _asked(self, copy: Copy, seen: Seen, need: int | None, keep: Sequence[Page]) -> None:
+        """A copy is to be made. It may start this moment: its sources hold their bytes, nobody uses its targets."""
+        model = self.model
+        self.copies.append(copy)
+        source, target = unpack_slots(copy.src_slots), unpack_slots(copy.dst_slots)
+        assert source
+        assert len(source) == len(target) == len(set(source)) == len(set(target))
+        lease = None
+        if copy.dst == Tier.HOST:
+            assert copy.src == Tier.DEVICE
+            assert copy.lease is None
+            for slot in source:
+                assert slot in model.page[DEVICE], f"slot {slot} is to be backed up, and holds no cached page"
+            pages = tuple(model.page[DEVICE][slot] for slot in source)
+            path = tuple(ancestry(pages[-1]))
+            assert path[-len(pages) :] == pages, f"a write-through of what is no run: {pages}"
+            self._take_victims(HOST, seen, need, keep)
+            held = [(DEVICE, path), (HOST, path)]
+        else:
+            assert copy.src == Tier.HOST
+            assert copy.lease is not None
+            lease = model.leases[copy.lease]
+            assert lease.load == copy.ticket
+            pages = lease.path[lease.pinned : lease.matched]
+            assert target == lease.table[lease.pinned : lease.matched]
+            held = []  # the lease holds the host's path until it is given back
+        for slot in target:
+            self._no_news(copy.dst, slot)
+        model.copying(CopyModel(copy.ticket, copy.src, copy.dst, pages, tuple(source), tuple(target), lease, held))
+        for part in range(PARTS):
+            for page, slot in zip(pages, source, strict=True):
+                there = self.memory[copy.src][part][slot]
+                assert there is page, f"{page} is to be copied from {slot}; part {part} there is {there}"
+            for slot in target:
+                self.memory[copy.dst][part][slot] = f"half of copy {copy.ticket}"
+
+    # -- commands ---------------------------------------------------------------------------------------
+
+    def open_session(self, shards: int = 1) -> Runner:
+        number = self.turn(lambda: self.index.open_session(shards))
+        assert isinstance(number, int)
+        session = self.model.sessions[number] = SessionModel(number, shards)
+        runner = self.runners[number] = Runner(session)
+        return runner
+
+    def acquire(
+        self,
+        runner: Runner,
+        tokens: Iterable[int] | bytes,
+        namespace: Namespace = ROOT,
+        *,
+        limit: int | None = None,
+        reserve: int = 0,
+        session_id: str | None = None,
+    ) -> LeaseModel | SglcacheError | None:
+        """The lease; NoSpace exactly when locks leave too little; None while it waits for `step`."""
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        model, request = self.model, self._request()
+        path = self.book.path(namespace, key)
+        pinned, matched = model.match(path, limit)
+        host_pinned = 0
+        while host_pinned < matched and path[host_pinned] in model.slot[HOST]:
+            host_pinned += 1
+        total = -(-(len(key) // TOKEN_BYTES + reserve) // self.page_size)
+        fresh = total - pinned
+        lease = LeaseModel(-request, runner.session, namespace, key, path, [], set(), pinned, host_pinned, matched)
+        room = model.num_free(DEVICE) + len(set(model.evictable(DEVICE)) - set(path[:pinned])) - self._promised()
+        crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting))
+
+        def then(result: Grant | SglcacheError | None) -> None:
+            if isinstance(result, SglcacheError):
+                assert isinstance(result, NoSpace), f"{result!r}"
+                assert fresh > room, f"{result!r}; {room} pages can be had"
+                return
+            assert not crowded or fresh <= room
+            model.opened(lease)
+            lease.num_fresh = fresh
+            if result is None:
+                lease.waiting = True
+                self.waiting.append((request, lease, b""))
+            else:
+                self._granted(lease, result)
+
+        result = self.turn(
+            lambda: self.index.acquire(
+                runner.id, request, key, namespace, limit=limit, reserve=reserve, session_id=session_id
+            ),
+            then,
+            need=None if self.waiting or self.config.evict_slice < self.config.num_pages else fresh,
+            keep=path[:pinned],
+        )
+        self.more |= bool(self.waiting)
+        return lease if isinstance(result, Grant) else result
+
+    def extend(
+        self, runner: Runner, lease: LeaseModel, tokens: Iterable[int] | bytes, reserve: int = 0
+    ) -> Grant | SglcacheError | None:
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        model, request = self.model, self._request()
+        total = -(-((len(lease.tokens) + len(key)) // TOKEN_BYTES + reserve) // self.page_size)
+        fresh = max(0, total - len(lease.table))
+        room = model.num_free(DEVICE) + len(model.evictable(DEVICE)) - self._promised()
+
+        def then(result: Grant | SglcacheError | None) -> None:
+            if isinstance(result, SglcacheError):
+                assert isinstance(result, NoSpace), f"{result!r}"
+                assert fresh > room, f"{result!r}; {room} pages can be had"
+                return
+            lease.num_fresh = fresh
+            if result is None:
+                self.waiting.append((request, lease, key))
+            else:
+                self._grown(lease, key, result)
+
+        result = self.turn(
+            lambda: self.index.extend(runner.id, request, LeaseId(lease.number), key, reserve),
+            then,
+            need=None if self.waiting or self.config.evict_slice < self.config.num_pages else fresh,
+        )
+        self.more |= bool(self.waiting)
+        return result
+
+    def _promised(self) -> int:
+        return sum(lease.num_fresh for _, lease, _ in self.waiting)
+
+    def extending(self, lease: LeaseModel) -> bool:
+        return any(waits is lease for _, waits, _ in self.waiting)
+
+    def plan_commit(self, runner: Runner, lease: LeaseModel, tokens: int | None = None) -> Item:
+        """Give a commit its ticket. From now on its event may be done; `issue` sends the command."""
+        have = len(lease.tokens) // TOKEN_BYTES
+        pages = (have if tokens is None else tokens) // self.page_size
+        return self._plan(runner, Item("commit", lease, runner.next_ticket, self._request(), pages))
+
+    def plan_release(self, runner: Runner, lease: LeaseModel, discard: bool = False) -> Item:
+        item = Item("release", lease, runner.next_ticket, self._request(), discard=discard)
+        lease.release = item
+        return self._plan(runner, item)
+
+    def _plan(self, runner: Runner, item: Item) -> Item:
+        runner.next_ticket += 1
+        item.seen = runner.read  # what it records now comes after the reads so far
+        runner.planned.append(item)
+        runner.session.items.append(item)
+        return item
+
+    def issue(self, runner: Runner) -> Item:
+        """Send the oldest command that has a ticket and was not sent."""
+        item = runner.planned.pop(0)
+        lease, session = LeaseId(item.lease.number), runner.id
+
+        def send() -> None:
+            if item.kind == "commit":
+                tokens = item.pages * self.page_size
+                self.index.commit(session, item.request, lease, item.ticket, seen=item.seen, tokens=tokens)
+            else:
+                self.index.release(session, item.request, lease, item.ticket, seen=item.seen, discard=item.discard)
+
+        def then(result: SglcacheError | None) -> None:
+            assert result is None, f"{item} was refused: {result!r}"
+            item.issued = True
+            self.asked[item.request] = item
+            if item.kind == "release":
+                if item.discard:
+                    for other in runner.session.items:
+                        if other.lease is item.lease and other.kind == "commit":
+                            other.dropped = True
+                self.model.leases.pop(item.lease.number)
+
+        self.turn(send, then)
+        return item
+
+    def commit(self, runner: Runner, lease: LeaseModel, tokens: int | None = None, *, done: bool = True) -> Item:
+        """Plan and send; `done`: and the event on every shard."""
+        return self._send(runner, self.plan_commit(runner, lease, tokens), done)
+
+    def release(self, runner: Runner, lease: LeaseModel, *, discard: bool = False, done: bool = True) -> Item:
+        return self._send(runner, self.plan_release(runner, lease, discard), done)
+
+    def _send(self, runner: Runner, item: Item, done: bool) -> Item:
+        while runner.planned:
+            self.issue(runner)
+        if done:
+            self.events_done(runner)
+        return item
+
+    def events_done(self, runner: Runner) -> None:
+        """Every event that was planned is done, in order."""
+        for item in list(runner.session.items):
+            for shard in range(runner.session.shards):
+                if shard not in item.done:
+                    self.event_done(runner, item, shard)
+
+    def event_done(self, runner: Runner, item: Item, shard: int) -> None:
+        """The shard's kernels up to this ticket have run: at the last moment they write what they compute."""
+        lease = item.lease
+        parts = range(PARTS) if runner.session.shards == 1 else [shard]
+        computed, view = runner.computed[lease], runner.views[lease]
+        if item.kind == "commit":
+            for i in range(computed[shard], item.pages):
+                for part in parts:
+                    self.memory[DEVICE][part][view[i]] = f"garbage {lease.number}" if lease.broken else lease.path[i]
+            computed[shard] = max(computed[shard], item.pages)
+        else:
+            for i in range(computed[shard], len(view)):  # pages that it never committed: scratch to the end
+                if i >= lease.matched:
+                    for part in parts:
+                        self.memory[DEVICE][part][view[i]] = f"last scribble of lease {lease.number}"
+            runner.stopped[lease].add(shard)
+        item.done.add(shard)
+        self.turn(lambda: self.index.event_done(runner.id, item.ticket, shard), None, need=None)
+
+    def read_replies(self, runner: Runner) -> None:
+        """The scheduler reads every answer so far; what it sends from now on says so."""
+        runner.read = runner.session.replies
+
+    def copy_done(self, copy: CopyModel, ok: bool = True) -> None:
+        """The bytes move, at the last moment, and the ack comes."""
+        model = self.model
+        for part in range(PARTS):
+            for page, source, target in zip(copy.pages, copy.source_slots, copy.target_slots, strict=True):
+                there = self.memory[copy.source][part][source]
+                assert there is page, f"copy {copy.ticket} of {page} read {there} from slot {source}"
+                if ok:
+                    self.memory[copy.target][part][target] = page
+
+        def then(_: object) -> None:
+            if copy.target == DEVICE:
+                model.load_over(copy, ok)
+                return
+            self.acks.append((copy, ok))
+            order = [c for c in model.copies.values() if c.target == HOST]
+            while order and (ack := next((a for a in self.acks if a[0] is order[0]), None)):
+                self.acks.remove(ack)
+                model.write_through_over(*ack)
+                order.pop(0)
+
+        self.turn(lambda: self.index.copy_done(TicketId(copy.ticket), ok), then, need=None)
+
+    def in_flight(self) -> list[CopyModel]:
+        """Copies whose ack may come."""
+        acked = [copy for copy, _ in self.acks]
+        return [copy for copy in self.model.copies.values() if copy not in acked]
+
+    def copies_done(self) -> None:
+        """Every copy is done, in order, and what those bring about too."""
+        while copies := self.in_flight():
+            self.copy_done(copies[0])
+
+    def end_session(self, runner: Runner) -> None:
+        runner.planned.clear()
+        for item in runner.session.items:
+            if not item.issued and item.lease.release is item:
+                item.lease.release = None
+        runner.session.items = [item for item in runner.session.items if item.issued]
+        self.turn(lambda: self.index.end_session(runner.id), lambda _: self.model.ended(runner.session))
+
+    def shard_gone(self, runner: Runner, shard: int) -> None:
+        runner.session.gone.add(shard)
+        for stopped in runner.stopped.values():
+            stopped.add(shard)
+        self.turn(lambda: self.index.shard_gone(runner.id, shard), None)
+
+    def die(self, runner: Runner) -> None:
+        """kill -9 of every process of the runner."""
+        self.end_session(runner)
+        for shard in range(runner.session.shards):
+            self.shard_gone(runner, shard)
+
+    def peek(self, tokens: Iterable[int] | bytes, namespace: Namespace = ROOT) -> tuple[int, int]:
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        before = self._fingerprint()
+        result = self.turn(lambda: self.index.peek(key, namespace))
+        assert not isinstance(result, SglcacheError)
+        assert self._fingerprint()[0] == before[0]  # type: ignore[index]
+        want = tuple(pages * self.page_size for pages in self.model.match(self.book.path(namespace, key)))
+        assert (result.device_tokens, result.matched_tokens) == want, f"peeked {result}, it is {want}"
+        return result.device_tokens, result.matched_tokens
+
+    def pin(
+        self, runner: Runner, tokens: Iterable[int] | bytes, namespace: Namespace, owner: str, expires_at: float
+    ) -> int:
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        path = self.book.path(namespace, key)
+        on_device, matched = self.model.match(path)
+        on_host = 0
+        while on_host < matched and path[on_host] in self.model.slot[HOST]:
+            on_host += 1
+        held = [(DEVICE, path[:on_device]), (HOST, path[:on_host])]
+
+        def then(result: int | SglcacheError) -> None:
+            assert result == matched * self.page_size
+            if matched:
+                self.model.pin(PinModel(runner.session, owner, held, expires_at))
+
+        result = self.turn(lambda: self.index.pin(runner.id, key, namespace, owner, expires_at), then)
+        assert isinstance(result, int)
+        return result
+
+    def unpin(self, runner: Runner, owner: str) -> int:
+        mine = [pin for pin in self.model.pins if pin.session is runner.session and pin.owner == owner]
+
+        def then(_: object) -> None:
+            for pin in mine:
+                self.model.unpin(pin)
+
+        result = self.turn(lambda: self.index.unpin(runner.id, owner), then)
+        assert isinstance(result, int)
+        assert (result > 0) is bool(mine)
+        return result
+
+    def expire(self, now: float) -> int:
+        over = [pin for pin in self.model.pins if pin.expires_at <= now]
+
+        def then(_: object) -> None:
+            for pin in over:
+                self.model.unpin(pin)
+
+        result = self.turn(lambda: self.index.expire(now), then)
+        assert result == len(over)
+        assert self.index.next_expiry == min((pin.expires_at for pin in self.model.pins), default=None)
+        return len(over)
+
+    def clear(self, tier: Tier | None = None) -> dict[Tier, int] | SglcacheError:
+        model = self.model
+        busy = model.all_busy()
+
+        def then(result: dict[Tier, int] | SglcacheError) -> None:
+            assert isinstance(result, Busy) is busy, f"clear with busy={busy}: {result!r}"
+            if not isinstance(result, SglcacheError) and tier is None:
+                assert result == {Tier(t): len(model.slot[t]) for t in range(2 if model.total[HOST] else 1)}
+                model.cleared()
+                self.clearing = [0, 0]
+
+        if tier is not None and not busy:
+            self.clearing[tier] += len(model.slot[tier])
+            self.more = True
+        if tier is None and not busy:
+            # Nothing is evicted by it, and everything goes: the model must hear of it before it looks.
+            result = self._clear_all(then)
+            self.more = True
+            return result
+        return self.turn(lambda: self.index.clear(tier), then)
+
+    def _clear_all(self, then: Callable[[dict[Tier, int] | SglcacheError], None]) -> dict[Tier, int] | SglcacheError:
+        def command() -> dict[Tier, int]:
+            result = self.index.clear()
+            then(result)
+            return result
+
+        return self.turn(command)
+
+    def step(self) -> bool:
+        """One slice of what is long."""
+        more = self.turn(self.index.step, need=None)
+        assert isinstance(more, bool)
+        self.more = more
+        return more
+
+    def steps(self) -> None:
+        while self.step():
+            pass
+
+    def cut(self, heartbeat: bool = False) -> None:
+        """Everything queued goes on the stream; then a mirror must equal the index (law 5)."""
+
+        def command() -> None:
+            while True:
+                self.now += 1
+                if self.index.cut(self.now, heartbeat):
+                    return
+
+        self.turn(command)
+        assert not self.index.uncut
+        self.check_mirror()
+
+    def _request(self) -> int:
+        self.next_request += 1
+        return self.next_request
+
+    # -- looking ----------------------------------------------------------------------------------------
+
+    def check(self, seen: Seen) -> None:
+        """Everything that must hold between two turns."""
+        model = self.model
+        for tier in (DEVICE, HOST):
+            assert seen[tier] == model.slot[tier], (
+                f"tier {tier}: the index has {_less(seen[tier], model.slot[tier])} more, "
+                f"lacks {_less(model.slot[tier], seen[tier])}"
+            )
+        late = model.overdue()
+        assert not late, f"should have taken effect by now: {late}"
+        self._check_counts()
+        self._check_memory()
+        if self._checks:
+            found = invariants.check(self.index)
+            assert not found, "\n".join(found)
+
+    def _check_counts(self) -> None:
+        model, stats = self.model, self.index.stats()
+        fenced = sum(len(lease.owned) for lease in model.fenced)
+        leased = len(model.owner) - fenced
+        want = [(len(model.slot[DEVICE]), model.num_locked(DEVICE), leased, fenced, model.num_free(DEVICE))]
+        if model.total[HOST]:
+            cached = len(model.slot[HOST]) + len(model.writing)
+            locked = model.num_locked(HOST) + len(model.writing)
+            want.append((cached, locked, 0, len(model.host_fenced), model.num_free(HOST)))
+        for pool, counts in zip(stats.pools, want, strict=True):
+            assert pool.free + pool.fenced + pool.leased + pool.cached == pool.total
+            told = (pool.cached, pool.locked, pool.leased, pool.fenced, pool.free)
+            assert told == counts, (
+                f"{pool.tier.name}: (cached, locked, leased, fenced, free) are {told}, should be {counts}"
+            )
+        leases = sum(len(session.leases) for session in model.sessions.values())
+        assert (stats.num_leases, stats.num_fenced_leases) == (leases, len(model.fenced))
+        assert stats.num_copies == len(model.copies)
+        assert stats.num_waiting == len(self.waiting)
+
+    def _check_memory(self) -> None:
+        """Whatever is cached holds its bytes, and so does whatever a runner may still read (laws 8 and 10)."""
+        for tier in (DEVICE, HOST):
+            for page, slot in self.model.slot[tier].items():
+                for part in range(PARTS):
+                    there = self.memory[tier][part][slot]
+                    assert there is page, f"tier {tier} slot {slot} part {part}: {there} where {page} is cached"
+        for runner in self.runners.values():
+            for lease in runner.session.leases:
+                if lease.waiting:
+                    continue
+                for shard in range(runner.session.shards):
+                    if shard in runner.stopped[lease]:
+                        continue
+                    parts = range(PARTS) if runner.session.shards == 1 else [shard]
+                    for part in parts:
+                        self._check_reads(runner, lease, shard, self.memory[DEVICE][part])
+
+    def _check_reads(self, runner: Runner, lease: LeaseModel, shard: int, memory: list[object]) -> None:
+        for i, slot in enumerate(lease.table[: runner.computed[lease][shard]]):
+            if i >= lease.pinned and (lease.broken or (lease.load is not None and i < lease.matched)):
+                break  # nothing there to be read yet, or at all
+            there = memory[slot]
+            assert there is lease.path[i], f"lease {lease.number} reads {lease.path[i]} from {slot}: {there}"
+        for duplicate in lease.duplicates:
+            there = memory[duplicate.slot]
+            assert there is duplicate.page, (
+                f"lease {lease.number} still reads {duplicate.page} from its duplicate {duplicate.slot}: {there}"
+            )
+
+    def check_mirror(self) -> None:
+        """A mirror built from the stream is the index, per tier; each change was told once; so is `walk`'s dump."""
+        if not self.config.events:
+            return
+        model, subscriber = self.model, self.subscriber
+        dumped: list[set[Page]] = [set(), set()]
+        for nodes in self.index.walk(3):
+            for node in nodes:
+                size = len(node.digests) // (len(node.tokens) // self.book.page_bytes)
+                before = node.parent_digest
+                for i in range(len(node.digests) // size):
+                    page = self.book.by_digest[node.digests[i * size : (i + 1) * size]]
+                    assert page.tokens == node.tokens[i * len(page.tokens) : (i + 1) * len(page.tokens)]
+                    assert page.namespace == tuple(node.namespace)
+                    assert (None if page.parent is None else page.parent.digest) == before
+                    before = page.digest
+                    for number in map(int, node.tiers):
+                        assert page.parent is None or page.parent in dumped[number], "a child came before its parent"
+                        dumped[number].add(page)
+        assert subscriber.clears == model.clears + 1
+        for tier in (DEVICE, HOST):
+            published = {page for page in model.slot[tier] if page.namespace[1] is None}
+            mirror = subscriber.present[tier]
+            assert mirror == published, (
+                f"tier {tier}: the mirror has {mirror - published} more, lacks {published - mirror}"
+            )
+            assert dumped[tier] == published, f"tier {tier}: the dump has {dumped[tier] ^ published} too many or few"
+        changes = {key: count for key, count in model.changes.items() if key[1].namespace[1] is None and count}
+        assert changes == {k: n for k, n in subscriber.said.items() if n}, "a change was told twice or not at all"
+
+    def settle(self) -> None:
+        """Everything under way comes to its end; then nothing is held by anyone."""
+        self.steps()
+        for runner in list(self.runners.values()):
+            if not runner.session.ended:
+                for lease in list(runner.session.leases):
+                    if lease.release is None:
+                        self.plan_release(runner, lease)
+                while runner.planned:
+                    self.issue(runner)
+                self.copies_done()
+                self.events_done(runner)
+        self.copies_done()
+        for runner in list(self.runners.values()):
+            if runner.session.ended:
+                for shard in range(runner.session.shards):
+                    self.shard_gone(runner, shard)
+            else:
+                assert not runner.session.leases
+        for pin in list(self.model.pins):
+            if pin in self.model.pins:
+                self.unpin(self.runners[pin.session.number], pin.owner)
+        self.copies_done()
+        self.steps()
+        self.cut()
+        for pool in self.index.stats().pools:
+            assert (pool.locked, pool.leased, pool.fenced) == (0, 0, 0), f"something is held by nobody: {pool}"
+            assert pool.free + pool.cached == pool.total
+
+
+def _less(a: dict[Page, int], b: dict[Page, int]) -> dict[Page, int]:
+    return {page: slot for page, slot in a.items() if b.get(page) != slot}
+
+
+def observe(index: Index, book: Book) -> Seen:
+    """The pages that are ready in each tier, and their slots. The only look behind the index's face.
+
+    `walk` is not enough: it tells nothing with events off, nothing of what is not published, and no slots.
+    """
+    seen: Seen = ({}, {})
+    paths: dict[object, tuple[Page, ...]] = {}
+    for node in index.tree.nodes():
+        above = paths.get(node.parent, ())
+        key = (above[-1].prefix if above else b"") + node.key
+        path = paths[node] = book.path(node.space.namespace, key)
+        for tier in range(len(index.pools)):
+            if node.cells[tier] is None or node.writing >> tier & 1:
+                continue
+            slots = unpack_slots(node.cells[tier])
+            pages = path[len(above) :]
+            assert len(slots) == len(pages), f"{node!r} has {len(slots)} slots for {len(pages)} pages"
+            for page, slot in zip(pages, slots, strict=True):
+                assert page not in seen[tier], f"{page} is in two nodes"
+                seen[tier][page] = slot
+    return seen

@@ -1,0 +1,328 @@
+"""Bugs planted in the core, one at a time: the laws of `sglcache.testing` must notice each.
+
+A mutation replaces a line of a method's source; one whose line is no longer there fails, and is to be planted anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglcache.core import eventlog, hashing, index, slots, tree
+from sglcache.testing.programs import run
+
+NUM_PROGRAMS = 250  # most are caught by the first few
+
+
+class Edit(NamedTuple):
+    owner: Any  # a class or a module
+    method: str
+    old: str
+    new: str
+
+
+class Mutation(NamedTuple):
+    name: str
+    edits: tuple[Edit, ...]
+    fixed: dict[str, Any] = {}  # of the programs that are to catch it
+
+
+def mutation(name: str, owner: Any, method: str, old: str, new: str, *more: Edit, **fixed: Any) -> Mutation:
+    return Mutation(name, (Edit(owner, method, old, new), *more), fixed)
+
+
+Index, Tree, EventLog = index.Index, tree.Tree, eventlog.EventLog
+TWO_TIERS = {"host_pages": 24}
+
+MUTATIONS = [
+    # -- splits
+    mutation("a split does not copy pins", Tree, "split", "cells[C : 2 * C]", "[0] * C"),
+    mutation("a split loses the ticket", Tree, "split", "head.writing = node.writing", "head.writing = 0", **TWO_TIERS),
+    mutation(
+        "a split gives both halves the lower half's slots", index.Full, "split", "run[:cut]", "run[-cut:]"
+    ),
+    mutation(
+        "a split's upper half is evicted first",
+        Tree,
+        "split",
+        "                cells[3 * C + c] = head\n"
+        "                head.cells[2 * C + c] = node\n"
+        "                head.cells[3 * C + c] = fresher\n"
+        "                fresher.cells[2 * C + c] = head\n",
+        "                older = cells[2 * C + c]\n"
+        "                cells[2 * C + c] = head\n"
+        "                head.cells[3 * C + c] = node\n"
+        "                head.cells[2 * C + c] = older\n"
+        "                older.cells[3 * C + c] = head\n",
+    ),
+    mutation(
+        "a split's upper half goes to the fresh end",
+        Tree,
+        "split",
+        "            fresher = cells[3 * C + c]\n",
+        "            fresher = cells[3 * C + c]\n"
+        "            if fresher is not None:\n"
+        "                end = self.ends[c]\n"
+        "                last = end.cells[2 * C + c]\n"
+        "                head.cells[2 * C + c], head.cells[3 * C + c] = last, end\n"
+        "                last.cells[3 * C + c] = end.cells[2 * C + c] = head\n"
+        "                fresher = None\n",
+    ),
+    mutation("the ack works on the node, not on the range that was sent", Index, "_sent", "while left:", "if left:"),
+    mutation("a prompt that ends inside a page matches it", Tree, "common_pages", "same - same % self.page_bytes", "same"),
+    # -- merges
+    mutation(
+        "locked nodes are merged",
+        Tree,
+        "merge",
+        "if node.writing or any(cells[C : 2 * C]):",
+        "if node.writing:",
+        Edit(Tree, "merge", "if any(above[C : 2 * C]) or any(", "if any("),
+    ),
+    mutation(
+        "nodes that differ in a tier are merged",
+        Tree,
+        "merge",
+        "(above[c] is None) is not (below[c] is None) or ",
+        "",
+        **TWO_TIERS,
+    ),
+    mutation(
+        "nodes apart in the order of eviction are merged", Tree, "merge", "below[3 * C + c] is not up", "below is None"
+    ),
+    # -- the order of eviction
+    mutation(
+        "a release does not refresh",
+        Tree,
+        "unpin",
+        "                last = ends[older]\n"
+        "                cells[older] = last\n"
+        "                cells[fresher] = end\n"
+        "                last.cells[fresher] = node\n"
+        "                ends[older] = node\n",
+        "                right, left = ends[fresher], end\n"
+        "                while right is not end and right.cells[fresher] is not None and node is right.parent:\n"
+        "                    left, right = right, right.cells[fresher]\n"
+        "                cells[older], cells[fresher] = left, right\n"
+        "                left.cells[fresher] = right.cells[older] = node\n",
+    ),
+    mutation(
+        "peek refreshes",
+        Index,
+        "peek",
+        "        device = matched = 0\n",
+        "        device = matched = 0\n"
+        "        if path and path[-1].cells[DEVICE] is not None:\n"
+        "            self.tree.pin(DEVICE, path[-1])\n"
+        "            self.tree.unpin(DEVICE, path[-1])\n",
+    ),
+    mutation(
+        "what is matched may be evicted to make room for the rest",
+        Index,
+        "_refuse",
+        "pool.free + pool.evictable - pinned - promised",
+        "pool.free + pool.evictable - promised",
+    ),
+    mutation(
+        "room is made twice over", Index, "_evict", "while pool.free < num_pages:", "while pool.free < 2 * num_pages and pool.evictable:"
+    ),
+    # -- events
+    mutation(
+        "a match emits",
+        Index,
+        "acquire",
+        'counters["requests"] += 1',
+        'counters["requests"] += 1\n        [self._change(DEVICE, node, True) for node in path[:on_device]]',
+    ),
+    mutation(
+        "a duplicate is announced", Index, "_adopt", "better.append((at, run))", "better.append((at, run)); changed.append(child)"
+    ),
+    mutation("an eviction is not announced", Index, "_drop", "self._change(c, node, False)", "self.version += 1"),
+    mutation("a page is handed on before its removal is told", Index, "drain", "if log.removals:", "if False:"),
+    mutation("a clear is not told", Index, "clear", "self.log.cleared()", "pass"),
+    mutation("a digest starts anew at each node", EventLog, "stored", "if before is None:", "if True:"),
+    mutation("a removal is cut from its start", EventLog, "_add", "start if stored else count - start - take", "start"),
+    mutation("events of two namespaces are joined", EventLog, "_add", "run.extras == extras and ", ""),
+    mutation("stores that are no chain are joined", EventLog, "_add", " and run.digests[-1][-size:] == parent", ""),
+    mutation("a batch's number is given twice", EventLog, "_close_batch", "self.next_seq = seq + 1", "self.next_seq = seq"),
+    mutation("unpublished namespaces are published", Index, "_change", "not node.space.published", "False"),
+    mutation("zero bytes at a page's end are not hashed", hashing.Hasher, "chain", 'f"V{page_bytes}"', 'f"S{page_bytes}"'),
+    mutation(
+        "namespaces are joined strings in the hash",
+        hashing,
+        "seed",
+        "_tagged(extra_key) + _tagged(cache_salt)",
+        '((extra_key or "") + (cache_salt or "")).encode()',
+    ),
+    mutation(
+        "namespaces are joined strings in the tree",
+        Index,
+        "acquire",
+        "s = self._session(session)",
+        "s = self._session(session)\n"
+        '        namespace = type(namespace)(cache_salt="".join(part or "" for part in namespace) or None)',
+    ),
+    # -- commits and leases
+    mutation(
+        "a commit does not wait for every shard", Index, "_pump", "!= s.all_shards", "== 0"
+    ),
+    mutation(
+        "a commit does not wait for its event",
+        Index,
+        "_pump",
+        "if s.events.get(op.ticket, 0) != s.all_shards:",
+        "s.events.setdefault(op.ticket, 0)\n            if False:",
+    ),
+    mutation("a commit does not wait for its load", Index, "_pump", "if lease is not None and lease.load is not None:", "if False:", **TWO_TIERS),
+    mutation("what hangs on a failed load is committed", Index, "_pump", "elif lease.failed:", "elif False:", **TWO_TIERS),
+    mutation(
+        "a duplicate is freed at once",
+        Index,
+        "_commit",
+        "            lease.duplicates.append((reply, duplicates))",
+        "            self.pools[DEVICE].leased -= len(duplicates) // SLOT_BYTES\n"
+        "            self.pools[DEVICE].give(duplicates)",
+    ),
+    mutation("a duplicate is freed before its answer was read", Index, "_drop_duplicates", "0 < number <= seen", "number > 0"),
+    mutation("a load's duplicates are not told", Index, "_commit", "lost += len(slots)", "pass", **TWO_TIERS),
+    mutation("a tree's page is replaced by the newcomer's", Index, "_adopt", "if run is None:", "if True:"),
+    mutation(
+        "a discard does not let go of the lock",
+        Index,
+        "release",
+        "        if discard:\n",
+        "        if discard:\n            held.node = None\n",
+    ),
+    mutation("a discarded commit takes effect", Index, "release", "        if discard:\n", "        if False:\n"),
+    mutation("a lease can be released twice", Index, "_lease", "held is None or held.releasing or held.waiting", "held is None"),
+    mutation("another session's lease can be released", Index, "_lease", "s.leases.get(lease)", "self.leases.get(lease)"),
+    # -- death
+    mutation(
+        "fenced pages are freed at the session's end",
+        Index,
+        "end_session",
+        "        self._settle(s)",
+        "        [self._give_back(lease) for lease in list(s.leases.values()) if lease.load is None]",
+    ),
+    mutation(
+        "pages that the dead may still read are unlocked at the session's end",
+        Index,
+        "end_session",
+        "            pool.leased -= own\n",
+        "            pool.leased -= own\n"
+        "            if lease.node is not None:\n"
+        "                self.tree.unpin(DEVICE, lease.node)\n"
+        "                lease.node = None\n",
+    ),
+    mutation("one shard's death is the death of all", Index, "_settle", "if s.gone == s.all_shards:\n            s.queue", "if s.gone:\n            s.queue"),
+    mutation("a release of the dead does not wait for every shard", Index, "_settle", "if done == s.all_shards and", "if done and"),
+    mutation("pages that a load still fills come back", Index, "_settle", "if lease.load is None:", "if True:", **TWO_TIERS),
+    mutation("pins outlive their session", Index, "end_session", "            self._unpin(s, owner)", "            pass"),
+    mutation("an unpin lets go of everybody's", Index, "unpin", "self._unpin(s, owner)", "sum(self._unpin(t, owner) for t in self.sessions.values())"),
+    # -- the second tier
+    mutation(
+        "the host's pin is dropped when the load is sent",
+        Index,
+        "_grant",
+        "        self.loads[load.id] = load\n",
+        "        self.loads[load.id] = load\n"
+        "        self.tree.unpin(HOST, lease.host_node)\n"
+        "        lease.host_node = None\n",
+        host_pages=8,
+    ),
+    mutation(
+        "a write-through does not lock its source",
+        Index,
+        "_back_up",
+        "        tree.pin(DEVICE, last)\n",
+        "",
+        Edit(Index, "_written", "        tree.unpin(DEVICE, ticket.end)\n", ""),
+        host_pages=24,
+    ),
+    mutation(
+        "a write-through is told when it is sent",
+        Index,
+        "_back_up",
+        "            each.writing |= 1 << HOST\n",
+        "            self._change(HOST, each, True)\n",
+        **TWO_TIERS,
+    ),
+    mutation("a write-through that failed is told", Index, "_written", "elif ticket.ok:", "elif True:", **TWO_TIERS),
+    mutation(
+        "what hangs on a failed write-through stays",
+        Index,
+        "_written",
+        "if not later.cancelled and self._hangs_on(later, nodes[-1], nodes):",
+        "if False:",
+        **TWO_TIERS,
+    ),
+    mutation(
+        "targets of a cancelled copy are handed on while it is written",
+        Index,
+        "_written",
+        "                    later.fenced = self._unwrite(later)\n",
+        "                    pool.give(self._unwrite(later))\n",
+        **TWO_TIERS,
+    ),
+    mutation(
+        "write-throughs take effect as their acks come",
+        Index,
+        "copy_done",
+        "                write.ok = ok\n",
+        "                write.ok = ok\n                self.writes.remove(write)\n                self._written(write)\n",
+        **TWO_TIERS,
+    ),
+    mutation("a load takes effect though it failed", Index, "_loaded", "if not ok:", "if False:", **TWO_TIERS),
+    mutation(
+        "nothing is written through a second time",
+        Index,
+        "_back_up",
+        "        if not chain:\n",
+        "        if not chain or chain[-1] is not end or len(chain) > 1:\n",
+        **TWO_TIERS,
+    ),
+    # -- slots
+    mutation("a freed slot is given back twice", slots.SlotPool, "give", "        self", "        self.twice(slots)\n        self"),
+]  # fmt: skip
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
+    """Compile the method anew with the edit in it, in the module's own globals."""
+    original = getattr(edit.owner, edit.method)
+    assert isinstance(original, FunctionType)
+    source = getattr(original, "mutated_source", None) or inspect.getsource(original)
+    assert source.count(edit.old) == 1, f"{edit.method}: {source.count(edit.old)} times {edit.old!r}"
+    source = source.replace(edit.old, edit.new)
+    scope: dict[str, Any] = {}
+    code = compile("from __future__ import annotations\n" + textwrap.dedent(source), f"<{edit.method}>", "exec")
+    exec(code, original.__globals__, scope)
+    scope[edit.method].mutated_source = source
+    monkeypatch.setattr(edit.owner, edit.method, scope[edit.method])
+
+
+def caught(fixed: dict[str, Any]) -> tuple[int, BaseException] | None:
+    """The first program that notices, and how."""
+    for seed in range(NUM_PROGRAMS):
+        try:
+            run(seed, **fixed)
+        except Exception as exc:
+            return seed, exc
+    return None
+
+
+@pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
+def test_planted_bug_is_caught(planted: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    for edit in planted.edits:
+        plant(monkeypatch, edit)
+    found = caught(planted.fixed)
+    assert found is not None, f"{NUM_PROGRAMS} programs did not notice that {planted.name}"
+
+
+def test_the_same_programs_pass_without_a_bug() -> None:
+    for fixed in ({}, TWO_TIERS):
+        for seed in range(30):
+            run(seed, **fixed)
