@@ -367,6 +367,7 @@ def replay(
         options = work.Options(file, limit, clients, verify, max_output, socket)
         with _progress(work.num_requests(file, limit)) as advance:
             report = work.replay(options, advance)
+    report.trace = str(trace) if trace is not None else "made up"
     click.echo(report.to_json() if as_json else work.describe(report))
     return 0 if report.ok else EXIT_FAILED
 

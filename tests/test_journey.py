@@ -142,7 +142,7 @@ def test_a_replay_verifies_every_page_and_the_mirror_equals_the_index(empty: Dae
 
 def test_a_replay_finds_a_page_with_wrong_bytes(empty: Daemon, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(f"{json.dumps(record)}\n" for record in conversations(2)))
+    trace.write_text("".join(f"{json.dumps(record)}\n" for record in conversations(1)))
     prompt = next(traces.requests(trace)).tokens
     with Client(empty.socket) as cache, cache.acquire(prompt) as lease:
         cache.pool.pages.numpy()[lease.slots] = 0

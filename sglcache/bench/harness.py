@@ -38,14 +38,14 @@ class BenchError(SglcacheError):
 
 
 def quantile(ordered: Sequence[float] | npt.NDArray[np.float64], q: float) -> float:
-    """The value below which a share `q` of `ordered` (ascending, not empty) lies: element int(n q), at most the last."""
+    """The value below which a share `q` of `ordered` (ascending, not empty) lies: element int(n q), or the last."""
     return float(ordered[min(int(len(ordered) * q), len(ordered) - 1)])
 
 
 class Summary(NamedTuple):
     """Of a sample, in its own unit."""
 
-    count: int
+    samples: int
     mean: float
     p50: float
     p99: float
@@ -123,7 +123,7 @@ def run_json(command: str | Sequence[str], timeout_s: float = 1800.0) -> Row:
 
 
 def facts() -> Row:
-    """The machine, the versions and the commit, and how busy the machine was: what a figure is worth nothing without."""
+    """The machine, the versions and the commit, and how busy the machine was: no figure goes without them."""
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()}",

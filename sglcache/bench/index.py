@@ -260,7 +260,7 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
 def _kind(micros: list[float]) -> Row:
     summary = Summary.of(micros)
     return {
-        "requests": summary.count,
+        "requests": summary.samples,
         "mean_us": round(summary.mean, 1),
         "p50_us": round(summary.p50, 1),
         "p99_us": round(summary.p99, 1),

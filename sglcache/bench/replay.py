@@ -16,6 +16,7 @@ import json
 import math
 import multiprocessing
 import random
+import signal
 import tempfile
 import threading
 import time
@@ -73,6 +74,7 @@ class Done(NamedTuple):
     duplicate_pages: int
     num_commands: int
     num_waits: int  # tries that found no room
+    was_cut: bool  # the prompt is longer than the pool
     acquire_s: float
 
 
@@ -113,6 +115,7 @@ class Report:
     duplicate_pages: int = 0
     commands: int = 0
     waits: int = 0
+    cut_requests: int = 0  # whose prompts are longer than the pool: only so much of them was done
     wall_s: float = 0.0
     acquire_p50_us: float = 0.0
     acquire_p99_us: float = 0.0
@@ -148,6 +151,7 @@ class Report:
         self.duplicate_pages += done.duplicate_pages
         self.commands += done.num_commands
         self.waits += done.num_waits
+        self.cut_requests += done.was_cut
 
 
 # -- one client process -------------------------------------------------------------------------------
@@ -168,8 +172,8 @@ def client_main(number: int, options: Options, pipe: Connection) -> None:
         pipe.send(Problem(f"client {number}: error[{exc.code}]: {exc.message}"))
     except VerifyError as exc:
         pipe.send(Problem(f"client {number}: {exc}"))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        pass  # the parent is gone, or is stopping us
+    except (EOFError, BrokenPipeError):
+        pass  # the parent is gone
     except Exception:
         pipe.send(Problem(f"client {number}: {traceback.format_exc()}"))
 
@@ -224,7 +228,8 @@ class Runner:
         self._remember(tokens)
         return Done(
             len(prompt), len(output), matched, lease.host_tokens, max(0, shared), verified, duplicates,
-            num_commands=2 + commits + bool(len(output)), num_waits=waits, acquire_s=acquire_s,
+            num_commands=2 + commits + bool(len(output)), num_waits=waits,
+            was_cut=len(prompt) < len(request.tokens), acquire_s=acquire_s,
         )  # fmt: skip
 
     def _acquire(self, prompt: npt.NDArray[np.uint32], reserve: int) -> tuple[Lease, float, int]:
@@ -304,11 +309,18 @@ class Watcher(threading.Thread):
             self.error = exc
 
     def stop(self) -> None:
-        """From here on the mirror is the caller's."""
+        """From here on the mirror is the caller's. Doing it twice is no error."""
         self._enough.set()
         self.join()
-        if self.error is not None:
-            raise self.error
+
+    def catch_up(self, seq: int, timeout_s: float) -> bool:
+        """Once stopped: follow until number `seq` is taken in, and count on; whether that was so in time."""
+        deadline, mirror = time.monotonic() + timeout_s, self.mirror
+        while not (mirror.synced and mirror.state.next_seq is not None and mirror.state.next_seq > seq):
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            self._count(mirror.step(left))
+        return True
 
     def _count(self, facts: list[tuple[int, Any]]) -> None:
         for _, event in facts:
@@ -335,12 +347,15 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
             batches, payload_bytes = mirror.batches, mirror.payload_bytes
             watcher = Watcher(mirror)
             watcher.start()
+            stack.callback(watcher.stop)  # before the mirror is closed
         latencies = _run_clients(options, report, progress)
         report.acquire_p50_us, report.acquire_p99_us = (1e6 * quantile(latencies, q) for q in (0.5, 0.99))
         if watcher is not None:
             watcher.stop()
+            if watcher.error is not None:
+                raise watcher.error
             if not report.problems:
-                _compare(observer, mirror, report)
+                _compare(observer, watcher, report)
             report.events = dict(watcher.counts)
             report.batches = mirror.batches - batches
             report.payload_bytes = mirror.payload_bytes - payload_bytes
@@ -356,7 +371,8 @@ def _run_clients(options: Options, report: Report, progress: Callable[[int], Non
         for number in range(options.num_clients):
             ours, theirs = context.Pipe()
             process = context.Process(target=client_main, args=(number, options, theirs), name=f"replay-{number}")
-            process.start()
+            with _sigint_is_ours():
+                process.start()
             theirs.close()
             stack.callback(_end, process)
             pipes[ours] = process
@@ -391,6 +407,19 @@ def _run_clients(options: Options, report: Report, progress: Callable[[int], Non
     return latencies
 
 
+@contextlib.contextmanager
+def _sigint_is_ours() -> Iterator[None]:
+    """What is started meanwhile is deaf to Ctrl-C, wherever it is in its start: we end it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _end(process: BaseProcess) -> None:
     """Our own child: by itself, or by force."""
     if process.is_alive():
@@ -401,8 +430,9 @@ def _end(process: BaseProcess) -> None:
         process.join()
 
 
-def _compare(observer: Client, mirror: Mirror, report: Report) -> None:
+def _compare(observer: Client, watcher: Watcher, report: Report) -> None:
     """Hold the mirror against the index, per tier, at one and the same number of the stream."""
+    mirror = watcher.mirror
     for tier in (Tier.DEVICE, Tier.HOST):
         deadline = time.monotonic() + SETTLE_S
         while True:
@@ -413,7 +443,7 @@ def _compare(observer: Client, mirror: Mirror, report: Report) -> None:
                     raise
                 continue
             seq, wanted = dump.seq, set(dump.hashes)
-            caught_up = mirror.catch_up(seq, max(0.0, deadline - time.monotonic()))
+            caught_up = watcher.catch_up(seq, max(0.0, deadline - time.monotonic()))
             believed = mirror.hashes(tier)
             # Past `seq` the mirror may know more than the dump says: then they are compared at a later number.
             if believed == wanted or not caught_up or mirror.state.next_seq == seq + 1 or time.monotonic() > deadline:
@@ -501,6 +531,8 @@ def describe(report: Report) -> str:
         ("acquire", f"p50 {report.acquire_p50_us:,.0f} µs, p99 {report.acquire_p99_us:,.0f} µs"),
         ("waits", f"{report.waits:,} tries found no room; {report.duplicate_pages:,} pages were another's already"),
     ]
+    if report.cut_requests:
+        lines.append(("cut", f"{report.cut_requests:,} prompts are longer than the pool, and were cut to it"))
     if report.verified_tokens:
         lines.append(("verified", f"the bytes of {report.verified_tokens:,} tokens in pages of the cache"))
     if report.events:

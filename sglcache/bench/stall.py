@@ -8,8 +8,8 @@ collector's ticks between them, which is when the daemon's cycle collector runs:
 On a shared machine the CPU is taken away for milliseconds in the middle of any call, and a million calls meet that
 often. But the program is the same in every run, call by call: it is run `repeats` times and each call counts with the
 quickest of its runs. (The collector's ticks need not fall on the same call: of them the run with the least maximum
-counts.) `max_us` is by the wall's clock, `max_cpu_us` by this thread's own; `raw_max_us` is what the wall's clock showed
-at worst in any run, the machine's doings included.
+counts.) `max_us` is by the wall's clock, `max_cpu_us` by this thread's own; `raw_max_us` is the wall's
+clock at its worst in any run, the machine's doings included.
 """
 
 from __future__ import annotations

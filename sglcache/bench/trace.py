@@ -67,7 +67,9 @@ def records(path: Path | str, limit: int | None = None) -> Iterator[Record]:
                     raise _bad(path, number, f"input_length {record.input_length}, but hash_ids name {named} tokens")
                 yield record
     except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror or exc}; give --trace a file that can be read", path=str(path)) from exc
+        raise ConfigError(
+            f"{path}: {exc.strerror or exc}; give --trace a file that can be read", path=str(path)
+        ) from exc
 
 
 def requests(path: Path | str, limit: int | None = None) -> Iterator[Request]:

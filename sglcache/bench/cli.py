@@ -1,0 +1,206 @@
+"""`sglcache bench`: one command for each benchmark. A table for people, `--json` for programs.
+
+No figure here is a test: an absolute time says as much about the machine as about us. `make test` holds what the
+benchmarks count, never how long it took.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sglcache.bench import harness
+from sglcache.bench.harness import Comparison, Row
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON, for programs.")
+events_option = click.option("--events/--no-events", default=True, show_default=True, help="Publish events.")
+page_size_option = click.option("--page-size", type=click.IntRange(1, 4096), default=16, show_default=True)
+tiers_option = click.option("--tiers", type=click.IntRange(1, 2), default=1, show_default=True)
+positive = click.IntRange(min=1)
+
+
+@click.group()
+def bench() -> None:
+    """Measure it: one benchmark for each journey."""
+
+
+@bench.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="A file in Mooncake's trace format.")
+@click.option("--page-size", type=click.IntRange(1, 4096), default=64, show_default=True)
+@click.option("--limit", type=positive, help="Only the first so many requests.")
+@click.option("--capacity-tokens", type=positive, default=2_000_000, show_default=True)
+@click.option("--host-tokens", type=click.IntRange(min=0), default=0, help="A second tier; by default there is none.")
+@click.option("--events", is_flag=True, help="Hash and encode events.")
+@click.option("--hash", "hash_name", type=click.Choice(["xxh3_128", "sha256"]), default="xxh3_128", show_default=True)
+@click.option("--peer", metavar="CMD", help="A command that measures something else; it prints a row as --json does.")
+@click.option("--pairs", type=positive, default=harness.MIN_PAIRS, show_default=True, help="Runs of each, with --peer.")
+@json_option
+def index(
+    trace: Path,
+    page_size: int,
+    limit: int | None,
+    capacity_tokens: int,
+    host_tokens: int,
+    events: bool,
+    hash_name: str,
+    peer: str | None,
+    pairs: int,
+    as_json: bool,
+) -> int:
+    """The cost of a request on a real trace, in the index alone: acquire, commit, release, cut and encode.
+
+    With --peer both run in turn, each time in a fresh process, and are compared.
+    """
+    from sglcache.bench import index as benchmark
+
+    options = benchmark.Options(trace, page_size, limit, capacity_tokens, host_tokens, events, hash_name)
+    if peer is None:
+        return _show("index", benchmark.run(options), as_json)
+    ours = [sys.executable, "-m", "sglcache", "bench", "index", "--trace", str(trace), "--page-size", str(page_size)]
+    ours += [
+        "--capacity-tokens",
+        str(capacity_tokens),
+        "--host-tokens",
+        str(host_tokens),
+        "--hash",
+        hash_name,
+        "--json",
+    ]
+    if limit is not None:
+        ours += ["--limit", str(limit)]
+    if events:
+        ours.append("--events")
+    row = benchmark.against(ours, peer, pairs)
+    if as_json:
+        return _show("index", row, as_json)
+    _comparison_table(f"{shlex.join(ours[1:])}\n{peer}", row)
+    return 0
+
+
+@bench.command()
+@click.option("--tokens", type=positive, default=2048, show_default=True, help="Of the cached prompt.")
+@page_size_option
+@click.option("--pairs", type=positive, default=15, show_default=True, help="Blocks of each, in turn.")
+@click.option("--operations", type=positive, default=500, show_default=True, help="In a block.")
+@events_option
+@json_option
+def rpc(tokens: int, page_size: int, pairs: int, operations: int, events: bool, as_json: bool) -> int:
+    """Acquire and release of a cached prompt through daemon and client, against bare echoes of the same frames."""
+    from sglcache.bench import rpc as benchmark
+
+    options = benchmark.Options(tokens, page_size, pairs, operations, events=events)
+    return _show("rpc", benchmark.run(options), as_json)
+
+
+@bench.command()
+@click.option("--pages", type=click.IntRange(min=2048), default=1 << 16, show_default=True)
+@page_size_option
+@tiers_option
+@events_option
+@json_option
+def memory(pages: int, page_size: int, tiers: int, events: bool, as_json: bool) -> int:
+    """What the index weighs beyond tokens, slots and digests: bytes per page and per node."""
+    from sglcache.bench import memory as benchmark
+
+    return _show("memory", benchmark.run(benchmark.Options(pages, page_size, tiers == 2, events)), as_json)
+
+
+@bench.command()
+@click.option("--nodes", type=click.IntRange(min=100), default=200_000, show_default=True)
+@page_size_option
+@tiers_option
+@events_option
+@click.option(
+    "--repeats", type=positive, default=3, show_default=True, help="Runs; each call counts with its quickest."
+)
+@json_option
+def stall(nodes: int, page_size: int, tiers: int, events: bool, repeats: int, as_json: bool) -> int:
+    """The longest single call to an index with many nodes, the cycle collector included."""
+    from sglcache.bench import stall as benchmark
+
+    options = benchmark.Options(nodes, page_size, tiers == 2, events, repeats=repeats)
+    return _show("stall", benchmark.run(options), as_json)
+
+
+@bench.command()
+@click.option("--pool-gib", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
+@click.option("--repeats", type=positive, default=7, show_default=True)
+@json_option
+def start(pool_gib: float, repeats: int, as_json: bool) -> int:
+    """From the launch of `sglcache serve` to /health saying ok."""
+    from sglcache.bench import start as benchmark
+
+    return _show("start", benchmark.run(benchmark.Options(pool_gib, repeats)), as_json)
+
+
+# -- showing ------------------------------------------------------------------------------------------
+
+
+def _show(title: str, row: Row, as_json: bool) -> int:
+    row = {**row, "machine": harness.facts()}
+    if as_json:
+        click.echo(json.dumps(harness.plain(row)))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("", title, title_justify="left")
+    nested = {key: value for key, value in row.items() if isinstance(value, dict | list) and key != "machine"}
+    for key, value in row.items():
+        if key not in nested and key != "machine":
+            table.add_row(key, _text(value))
+    console.print(table)
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            for name, each in value.items():
+                console.print(f"{key}, {name}: {_line(each)}", highlight=False, soft_wrap=True)
+        else:
+            console.print(f"{key}: {_line(value)}", highlight=False, soft_wrap=True)
+    console.print(_line(row["machine"]), style="dim", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _comparison_table(title: str, row: Row) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    # Medians, their ratio, the ratios of single pairs from the least to the most, and how far the runs were apart.
+    table = Table("", "ours", "peer", "ratio", "pairs", "ours, runs", "peer, runs")
+    ratios: dict[str, Comparison] = row["ratios"]
+    for field, each in ratios.items():
+        table.add_row(
+            field,
+            f"{each.ours:,.1f}",
+            f"{each.other:,.1f}",
+            f"{each.ratio:.2f}",
+            f"{each.least:.2f}-{each.most:.2f}",
+            "-".join(f"{value:,.1f}" for value in each.ours_spread),
+            "-".join(f"{value:,.1f}" for value in each.other_spread),
+        )
+    console.print(title, style="dim", highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"{row['pairs']} pairs; hit rate {_line(row['hit_rate'])}", highlight=False)
+    console.print(_line(harness.facts()), style="dim", highlight=False, soft_wrap=True)
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_line(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ("; " if value and isinstance(value[0], dict) else ", ").join(map(_line, value))
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 10 else f"{value:,.1f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)

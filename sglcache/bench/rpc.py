@@ -1,0 +1,229 @@
+"""What a lookup costs through the real daemon and client, against what the sockets alone cost.
+
+One operation is acquire and release of a cached prompt, blocking: four frames. Beside it two echoes of the same four
+frame sizes on a bare uvloop unix socket server, in a process of its own as the daemon is, with a blocking client that
+does nothing but send and receive. Both run in blocks, in turn; p50 of each block, ratio of the medians.
+
+Run as a module with a socket's path and pairs of sizes, this file is that echo server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+
+from sglcache.bench.daemon import Daemon
+from sglcache.bench.harness import BenchError, Comparison, Row, Summary, in_turn
+from sglcache.wire import control
+from sglcache.wire.control import HEADER
+
+if TYPE_CHECKING:
+    from sglcache.client import Client, Lease
+
+START_S = 20.0
+RECV_BYTES = 1 << 16
+
+
+class Options(NamedTuple):
+    """What `bench rpc` is told."""
+
+    tokens: int = 2048
+    page_size: int = 16
+    pairs: int = 15  # blocks of each
+    operations: int = 500  # in a block
+    warm_up: int = 500
+    events: bool = True
+
+
+class Sizes(NamedTuple):
+    """Bytes of the four frames, with their headers."""
+
+    acquire: int
+    granted: int
+    release: int
+    done: int
+
+
+def run(options: Options) -> Row:
+    """Both in turn. BenchError if the prompt was not served from the cache."""
+    from sglcache.client import Client
+
+    tokens = np.random.default_rng(0).integers(0, 128_000, options.tokens, dtype=np.uint32)
+    matched = options.tokens // options.page_size * options.page_size
+    overrides = [f"pool.page_size={options.page_size}", f"events.enabled={str(options.events).lower()}"]
+    with Daemon(overrides) as daemon:
+        daemon.wait_healthy()
+        with Client(daemon.socket, name="bench") as client:
+            with client.acquire(tokens) as lease:
+                lease.commit()
+            with client.acquire(tokens) as lease:
+                if lease.matched_tokens != matched or lease.host_tokens:
+                    raise BenchError(
+                        f"{lease.matched_tokens} tokens matched and {lease.host_tokens} on the host: {lease}"
+                    )
+                sizes = _sizes(tokens.tobytes(), lease)
+            with _echo_server(sizes) as connection:
+                ours = _ours(client, tokens)
+                echoes = _echoes(connection, sizes)
+                for operation in (ours, echoes):
+                    _block(operation, options.warm_up)
+                rounds = in_turn(
+                    lambda: _block(ours, options.operations), lambda: _block(echoes, options.operations), options.pairs
+                )
+    own, bare = ([block.p50 * 1e6 for block in blocks] for blocks in rounds)
+    # The other way round than Comparison's other / ours: here the echo is the floor.
+    ratio = Comparison.of(bare, own)
+    return {
+        "tokens": options.tokens,
+        "page_size": options.page_size,
+        "events": options.events,
+        "frame_bytes": list(sizes),
+        "pairs": options.pairs,
+        "operations": options.operations,
+        "p50_us": round(ratio.other, 1),
+        "p99_us": round(float(np.median([block.p99 * 1e6 for block in rounds[0]])), 1),
+        "echo_p50_us": round(ratio.ours, 1),
+        "echo_p99_us": round(float(np.median([block.p99 * 1e6 for block in rounds[1]])), 1),
+        "ratio": round(ratio.ratio, 3),
+        "ratio_least": round(ratio.least, 3),
+        "ratio_most": round(ratio.most, 3),
+        "blocks_p50_us": [round(each, 1) for each in own],
+        "echo_blocks_p50_us": [round(each, 1) for each in bare],
+    }
+
+
+def _block(operation: Callable[[], object], count: int) -> Summary:
+    clock = time.perf_counter
+    seconds = []
+    for _ in range(count):
+        start = clock()
+        operation()
+        seconds.append(clock() - start)
+    return Summary.of(seconds)
+
+
+def _ours(client: Client, tokens: object) -> Callable[[], None]:
+    acquire = client.acquire
+
+    def operation() -> None:
+        acquire(tokens).release()  # type: ignore[arg-type]
+
+    return operation
+
+
+def _sizes(packed: bytes, lease: Lease) -> Sizes:
+    """As the frames are after some thousand operations: numbers of three bytes."""
+    n = 5000
+    slots = np.asarray(lease.slots, np.int32).tobytes()
+    frames = (
+        control.Acquire(n, packed),
+        control.Granted(n, n, lease.matched_tokens, 0, slots),
+        control.Release(n, n, n, 1, generation=n),
+        control.Done(n),
+    )
+    return Sizes(*(HEADER + len(control.encode(frame)) for frame in frames))
+
+
+# -- the bare echo ------------------------------------------------------------------------------------
+
+
+class Echo(asyncio.Protocol):
+    """Answers a frame of one size with a frame of another."""
+
+    def __init__(self, replies: dict[int, bytes]) -> None:
+        self.replies = replies
+        self.rest = b""
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none of its subclasses
+
+    def data_received(self, data: bytes) -> None:
+        assert self.transport is not None
+        data = self.rest + data if self.rest else data
+        while len(data) >= HEADER and len(data) >= (size := HEADER + int.from_bytes(data[:HEADER], "big")):
+            self.transport.write(self.replies[size])
+            data = data[size:]
+        self.rest = data
+
+
+def frame(size: int) -> bytes:
+    """`size` bytes in all: a header that tells the truth, and zeros."""
+    return (size - HEADER).to_bytes(HEADER, "big") + bytes(size - HEADER)
+
+
+def _echoes(connection: socket.socket, sizes: Sizes) -> Callable[[], None]:
+    acquire, release = frame(sizes.acquire), frame(sizes.release)
+    send, recv = connection.send, connection.recv
+
+    def operation() -> None:
+        for out, back in ((acquire, sizes.granted), (release, sizes.done)):
+            if send(out) != len(out):
+                raise BenchError("the echo's socket was full")
+            while back:
+                part = recv(RECV_BYTES)
+                if not part:
+                    raise BenchError("the echo server went away")
+                back -= len(part)
+
+    return operation
+
+
+@contextlib.contextmanager
+def _echo_server(sizes: Sizes) -> Iterator[socket.socket]:
+    """A connection to an echo server in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="sglcache-echo-") as folder:
+        path = Path(folder) / "echo.sock"
+        process = subprocess.Popen([sys.executable, "-m", "sglcache.bench.rpc", str(path), *map(str, sizes)])
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                _connect(connection, path, process)
+                yield connection
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _connect(connection: socket.socket, path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            connection.connect(str(path))
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise BenchError("the echo server did not start") from None
+            time.sleep(0.01)
+
+
+async def _serve(path: str, replies: dict[int, bytes]) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    server = await loop.create_unix_server(lambda: Echo(replies), path)
+    await ended.wait()
+    server.close()
+
+
+def main(path: str, acquire: int, granted: int, release: int, done: int) -> None:
+    """Serve until SIGTERM."""
+    import uvloop
+
+    uvloop.run(_serve(path, {acquire: frame(granted), release: frame(done)}))
+    os._exit(0)  # whoever is still attached is not waited for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

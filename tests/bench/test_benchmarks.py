@@ -1,0 +1,189 @@
+"""Each benchmark does the work that it claims to time. What is held is what it counts, never how long it took."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from sglcache.bench import index, memory, rpc, stall, start
+from sglcache.bench.cli import bench
+from sglcache.bench.harness import BenchError
+from sglcache.errors import ConfigError, NoSpace
+
+BLOCK = 512
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Six requests: a conversation of three turns, one of another kind, the first again, and one of 16 tokens less."""
+    lines = [(1024, [1, 2]), (1536, [1, 2, 3]), (2000, [1, 2, 3, 4]), (1024, [8, 9]), (1024, [1, 2]), (1008, [1, 2])]
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": 0, "input_length": length, "output_length": 1, "hash_ids": ids}) + "\n"
+            for length, ids in lines
+        )
+    )
+    return path
+
+
+def test_index_counts_what_it_did(trace: Path) -> None:
+    row = index.run(index.Options(trace, page_size=16, capacity_tokens=1 << 16, events=True))
+    assert row["requests"] == 6
+    assert row["tokens"] == 1024 + 1536 + 2000 + 1024 + 1024 + 1008
+    assert row["hit_rate"] == round((1024 + 1536 + 1024 + 1008) / row["tokens"], 4)
+    assert row["blocks"] == (2000 + 1024) // 16  # each page is told of once
+    assert row["evicted_pages"] == row["copies"] == 0
+    assert row["wire_bytes"] > 4 * row["blocks"]
+    assert row["hit_requests"]["requests"] == 4
+    assert row["miss_requests"]["requests"] == 2
+    parts = sum(row[f"{part}_us"] for part in ("acquire", "commit", "release", "take_encode"))
+    assert 0 < parts <= row["total_us"] + 0.3  # each is rounded
+    assert gc.isenabled()
+
+
+def test_index_without_events_tells_nothing(trace: Path) -> None:
+    row = index.run(index.Options(trace, page_size=64, limit=3))
+    assert (row["requests"], row["events"], row["hash"]) == (3, False, None)
+    assert row["event_count"] == row["blocks"] == row["wire_bytes"] == row["batches"] == 0
+
+
+def test_index_evicts_and_copies(trace: Path) -> None:
+    row = index.run(
+        index.Options(trace, page_size=16, capacity_tokens=2048, host_tokens=1 << 16, events=True, hash_name="sha256")
+    )
+    assert row["evicted_pages"] > 0
+    assert row["copies"] > 0
+    assert row["hit_rate"] == round((1024 + 1536 + 1024 + 1008) / row["tokens"], 4)  # from the host where need be
+
+
+def test_index_slices_a_big_eviction(tmp_path: Path) -> None:
+    driver = index.Driver(index.Index(index.IndexConfig(page_size=1, num_pages=5000)))
+    for number in range(5000):
+        lease = driver.acquire(np.uint32(number).tobytes()).lease
+        driver.commit(lease)
+        driver.release(lease)
+    grant = driver.acquire(np.arange(10_000, 15_000, dtype=np.uint32).tobytes())
+    assert len(grant.slots) == 5000 * 4
+    assert driver.num_slices > 0
+    with pytest.raises(NoSpace):
+        driver.acquire(b"\0\0\0\0")
+
+
+def test_index_refuses_a_pool_without_a_page(trace: Path) -> None:
+    with pytest.raises(ConfigError, match="no page"):
+        index.run(index.Options(trace, page_size=64, capacity_tokens=63))
+    with pytest.raises(ConfigError, match="no request"):
+        index.run(index.Options(trace, limit=0))
+
+
+def peer(**fields: object) -> str:
+    row = {"requests": 6, "page_size": 64, "events": False, "hit_rate": 0.5, "total_us": 100.0, "p50_us": 90.0}
+    return f"echo '{json.dumps({**row, **fields})}'"
+
+
+def test_index_against_a_peer(trace: Path) -> None:
+    ours = [sys.executable, "-c", f"print('{json.dumps({'requests': 6, 'page_size': 64, 'events': False})[:-1]}"
+            ', "hit_rate": 0.4, "total_us": 25.0, "p50_us": 30.0}\')']  # fmt: skip
+    row = index.against(ours, peer(), 2)
+    assert row["hit_rate"] == {"ours": 0.4, "peer": 0.5}
+    assert {field: each.ratio for field, each in row["ratios"].items()} == {"total_us": 4.0, "p50_us": 3.0}
+    with pytest.raises(ConfigError, match="page_size = 16"):
+        index.against(ours, peer(page_size=16), 1)
+    with pytest.raises(BenchError):
+        index.against(ours, "false", 1)
+
+
+@pytest.mark.parametrize("two_tiers", [False, True])
+def test_memory_fills_the_pool_with_each_shape(two_tiers: bool) -> None:
+    row = memory.run(memory.Options(num_pages=2048, page_size=4, two_tiers=two_tiers))
+    assert [(shape["pages"], shape["nodes"]) for shape in row["shapes"]] == [
+        (2048, 2048), (2048, 512), (2048, 32), (2048, 2),
+    ]  # fmt: skip
+    assert {shape["payload_bytes"] for shape in row["shapes"]} == {2048 * (16 + 4 * (1 + two_tiers) + 16)}
+    assert row["node_bytes"] > 0
+
+
+def test_stall_runs_every_part() -> None:
+    row = stall.run(stall.Options(num_nodes=200, requests=20, two_tiers=True, repeats=2))
+    assert row["nodes"] == 201
+    kinds = {kind for table in row["parts"].values() for kind in table}
+    assert kinds == {"acquire", "commit", "release", "cut", "drain", "collect", "copy_done", "step", "clear"}
+    assert row["parts"]["fill"]["acquire"]["calls"] == 200
+    assert row["raw_max_us"] >= row["max_us"] > 0
+
+
+def test_a_call_counts_with_its_quickest_run() -> None:
+    runs = [array("d", [1.0, 9.0, 3.0]), array("d", [2.0, 2.0, 8.0])]
+    assert stall.quickest(runs, aligned=True).tolist() == [1.0, 2.0, 3.0]
+    assert stall.quickest(runs, aligned=False).tolist() == [2.0, 2.0, 8.0]
+    assert stall.quickest([*runs, array("d", [5.0])], aligned=True).tolist() == [5.0]
+
+
+def test_the_echo_answers_frames_however_they_arrive() -> None:
+    class Transport:
+        def __init__(self) -> None:
+            self.written = b""
+
+        def write(self, data: bytes) -> None:
+            self.written += data
+
+    transport = Transport()
+    echo = rpc.Echo({20: rpc.frame(8), 30: rpc.frame(9)})
+    echo.connection_made(transport)  # type: ignore[arg-type]
+    sent = rpc.frame(20) + rpc.frame(30) + rpc.frame(20)
+    for start_at in range(0, len(sent), 7):
+        echo.data_received(sent[start_at : start_at + 7])
+    assert transport.written == rpc.frame(8) + rpc.frame(9) + rpc.frame(8)
+    assert rpc.frame(8) == b"\0\0\0\4\0\0\0\0"
+
+
+def test_rpc_measures_a_real_daemon() -> None:
+    row = rpc.run(rpc.Options(tokens=64, pairs=2, operations=5, warm_up=2))
+    assert (len(row["blocks_p50_us"]), len(row["echo_blocks_p50_us"])) == (2, 2)
+    assert row["frame_bytes"][0] > 64 * 4
+    assert row["frame_bytes"][1] > 64 // 16 * 4
+    assert row["ratio"] > 0
+
+
+def test_start_measures_real_starts() -> None:
+    row = start.run(start.Options(pool_gib=1 / 1024, repeats=2))
+    assert row["pool_bytes"] == 1 << 20
+    assert len(row["starts_s"]) == 2
+
+
+def test_a_daemon_that_cannot_start_says_why() -> None:
+    with pytest.raises(BenchError, match=r"pool\.page_size"), start.Daemon(["pool.page_size=0"]) as daemon:
+        daemon.wait_healthy()
+
+
+def test_the_command_line_prints_json_or_a_table(trace: Path) -> None:
+    runner = CliRunner()
+    words = ["index", "--trace", str(trace), "--events"]
+    done = runner.invoke(bench, [*words, "--json"], standalone_mode=False)
+    assert done.exception is None
+    row = json.loads(done.output)
+    assert row["requests"] == 6
+    assert row["machine"]["cores"] >= 1
+    table = runner.invoke(bench, words, standalone_mode=False)
+    assert table.exception is None
+    assert "take_encode_us" in table.output
+
+
+def test_the_command_line_compares_with_a_peer(trace: Path) -> None:
+    words = ["index", "--trace", str(trace), "--peer", peer(cpu_us=50.0), "--pairs", "1"]
+    done = CliRunner().invoke(bench, [*words, "--json"], standalone_mode=False)
+    assert done.exception is None
+    row = json.loads(done.output)
+    assert set(row["ratios"]) == {"total_us", "p50_us", "cpu_us"}
+    assert row["ratios"]["total_us"]["other"] == 100.0
+    table = CliRunner().invoke(bench, words, standalone_mode=False)
+    assert table.exception is None
+    assert "total_us" in table.output
