@@ -351,7 +351,8 @@ class Client(Member):
 
     def begin_commit(self, lease: Lease, tokens: int | None) -> int:
         with self._connection.lock:
-            self._begun[self._ticket + 1] = (self._send_commit(lease, tokens), lease)
+            request = self._send_commit(lease, tokens)
+            self._begun[self._ticket] = (request, lease)
             return self._ticket
 
     def end(self, lease: Lease, *, discard: bool) -> None:
@@ -360,7 +361,8 @@ class Client(Member):
 
     def begin_end(self, lease: Lease, *, discard: bool) -> int:
         with self._connection.lock:
-            self._begun[self._ticket + 1] = (self._send_release(lease, discard), lease)
+            request = self._send_release(lease, discard)
+            self._begun[self._ticket] = (request, lease)
             return self._ticket
 
     def abandon(self, lease: Lease) -> None:

@@ -132,6 +132,7 @@ class _Hearing:
         try:
             return _decode_hello(self.buffer[control.HEADER :])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            check_version(_version(self.buffer[control.HEADER :]))
             raise ProtocolError(f"the first frame is no hello: {exc}") from None
 
     def receive(self, upto: int) -> bool:
@@ -157,6 +158,27 @@ class _Hearing:
 
 
 _decode_hello = msgspec.msgpack.Decoder(control.Hello).decode
+
+
+def check_version(version: int) -> None:
+    """ProtocolError if the client speaks another protocol than we do."""
+    if version != control.PROTOCOL:
+        raise ProtocolError(
+            f"this daemon speaks protocol {control.PROTOCOL}, the client {version}; update the older one",
+            daemon=control.PROTOCOL,
+            client=version,
+        )
+
+
+def _version(frame: bytes) -> int:
+    """The protocol of a hello of whatever form; ours if it is no hello at all."""
+    try:
+        match msgspec.msgpack.decode(frame):
+            case ["Hello", int(version), *_]:
+                return version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    return control.PROTOCOL
 
 
 def refuse(peer: Peer, error: SglcacheError) -> None:

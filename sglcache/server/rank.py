@@ -396,6 +396,8 @@ def _numbers(config: Config, socket: Path, offset: int) -> Numbers:
     try:
         return Numbers(paths.state_dir() / name, _clock_us)
     except ConfigError as exc:
+        if not isinstance(exc.__cause__, OSError):  # it can be read, and makes no sense
+            raise
         logger.warning("%s; keeping it beside the control socket, where it may be lost at a reboot", exc.message)
         return Numbers(socket.with_name(name), _clock_us)
 

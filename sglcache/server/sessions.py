@@ -41,7 +41,7 @@ from sglcache.errors import (
 )
 from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
 from sglcache.server.connection import Connection, Handlers
-from sglcache.server.listener import Peer, close_fds, refuse
+from sglcache.server.listener import Peer, check_version, close_fds, refuse
 from sglcache.server.loads import Load
 from sglcache.server.owner import Owner
 from sglcache.units import LeaseId, SessionId, Tier
@@ -206,6 +206,8 @@ class Member(Connection):
             self.index.event_done(self.id, ticket, self.shard)
         except BadRequest as error:  # too far ahead; the command, if any, has its answer or will get it
             self.throw_out(error)
+        if self.lost and self.session is not None:
+            self.sessions.forget_idle(self.session)
 
     def rang(self) -> None:
         """The doorbell: some event is done."""
@@ -491,7 +493,20 @@ class Sessions:
             self.end(session)
         if member.gone or not member.touches:
             self.drop(member)
+        elif session is not None:
+            self.forget_idle(session)
         self.owner.end_turn()
+
+    def forget_idle(self, session: Session) -> None:
+        """An ended session that holds no page has no use to wait for: who has left it need not die to be forgotten."""
+        index = self.owner.index
+        known = index.sessions.get(session.id)
+        if known is not None and known.leases:
+            return
+        for shard in range(session.num_shards):
+            index.shard_gone(session.id, shard)
+        for member in [member for member in session.members if member.lost]:
+            self.drop(member)
 
     def _died(self, member: Member) -> None:
         """The member's process is dead, whoever holds its socket."""
@@ -682,12 +697,7 @@ _OVER = object()
 
 
 def _check_hello(peer: Peer, hello: control.Hello, num_shards: int) -> None:
-    if hello.protocol != control.PROTOCOL:
-        raise ProtocolError(
-            f"this daemon speaks protocol {control.PROTOCOL}, the client {hello.protocol}; update the older one",
-            daemon=control.PROTOCOL,
-            client=hello.protocol,
-        )
+    check_version(hello.protocol)
     if hello.role not in HANDLERS:
         raise BadRequest(f"there is no role {hello.role!r}; use one of {', '.join(HANDLERS)}", role=hello.role)
     need = 2 if hello.role in (RUNNER, WORKER) else 0

@@ -69,7 +69,7 @@ class Geometry(Frame):
 
 
 class Welcome(Frame):
-    """The daemon's answer. Descriptors: the pools' memfds, then, if the role touches pages, [load ring memfd, doorbell].
+    """The daemon's answer. Descriptors: the pools' memfds; if the role touches pages, also [load ring memfd, doorbell].
 
     The load ring is uint64 [num_load_slots * num_layers], written by the daemon: layer l of a load in slot s with
     generation g is readable once ring[s * num_layers + l] >= g. The doorbell eventfd is this member's own.
@@ -216,9 +216,7 @@ class Bye(Frame):
     generation: U63 = 0
 
 
-Command = (
-    Acquire | Extend | Commit | Release | Recorded | Peek | Pin | Unpin | Clear | Ping | Status | Dump | Bye
-)
+Command = Acquire | Extend | Commit | Release | Recorded | Peek | Pin | Unpin | Clear | Ping | Status | Dump | Bye
 
 
 # -- answers ------------------------------------------------------------------------------------------

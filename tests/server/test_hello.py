@@ -1,0 +1,312 @@
+"""The first frame: who may attach, and what is said to who may not. Whatever comes, the daemon lives and forgets it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket as sockets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sglcache.errors import BadRequest, ConfigError, Forbidden, ProtocolError, SessionEnded, UnknownSession
+from sglcache.memory.rings import EventRing
+from sglcache.server import listener as listeners
+from sglcache.server.listener import Listener, Peer
+from sglcache.testing.daemon import Daemon, DaemonError, until
+from sglcache.wire import control
+from sglcache.wire.control import Hello
+
+FIRST = msgspec.msgpack.Decoder(control.Welcome | control.Refusal)
+
+
+@contextmanager
+def dialled(daemon: Daemon) -> Iterator[sockets.socket]:
+    with sockets.socket(sockets.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(os.fspath(daemon.socket))
+        yield sock
+
+
+def said(sock: sockets.socket) -> control.Welcome | control.Refusal:
+    """The answer to a hello; its descriptors are closed."""
+    data, fds, _, _ = sockets.recv_fds(sock, 1 << 16, 16)
+    for fd in fds:
+        os.close(fd)
+    return FIRST.decode(data[4:])
+
+
+def answer(daemon: Daemon, frame: bytes, fds: list[int] = []) -> control.Welcome | control.Refusal:  # noqa: B006
+    with dialled(daemon) as sock:
+        sockets.send_fds(sock, [frame], fds)
+        first = said(sock)
+        if isinstance(first, control.Refusal):
+            with contextlib.suppress(ConnectionResetError):  # what was sent beyond the hello was not read
+                assert sock.recv(1) == b"", "a refused connection is closed"
+        return first
+
+
+def refusal(daemon: Daemon, frame: bytes, fds: list[int] = []) -> control.Refusal:  # noqa: B006
+    first = answer(daemon, frame, fds)
+    assert isinstance(first, control.Refusal), f"it was welcomed: {first}"
+    return first
+
+
+@pytest.fixture
+def ring() -> Iterator[EventRing]:
+    ring = EventRing(8)
+    yield ring
+    ring.close()
+
+
+def hello(role: str, protocol: int = control.PROTOCOL, num_events: int = 0, **more: object) -> bytes:
+    return control.frame(Hello(protocol, "test", role, num_events=num_events, **more))  # type: ignore[arg-type]
+
+
+# -- the socket ---------------------------------------------------------------------------------------
+
+
+def test_the_socket_is_the_users_alone(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "made" / "by" / "it") as daemon:
+        assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
+        assert stat.S_IMODE(daemon.socket.parent.stat().st_mode) & 0o077 == 0 or daemon.socket.parent == daemon.folder
+    assert not daemon.socket.exists()
+
+
+def test_a_second_daemon_is_refused_and_a_dead_ones_socket_replaced(tmp_path: Path) -> None:
+    first = Daemon(tmp_path)
+    with pytest.raises(DaemonError, match="a live daemon has"):
+        Daemon(tmp_path)
+    first.status()
+    first.kill()
+    assert first.socket.exists()
+    with Daemon(tmp_path) as second:
+        second.status()
+
+
+def test_what_is_no_socket_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.sock").write_text("precious")
+    with pytest.raises(DaemonError, match="is no socket"):
+        Daemon(tmp_path)
+    assert (tmp_path / "rank-0.sock").read_text() == "precious"
+
+
+# -- hellos that are welcome -----------------------------------------------------------------------------
+
+
+def test_a_welcome_tells_the_geometry_and_brings_the_pools(daemon: Daemon, ring: EventRing) -> None:
+    with dialled(daemon) as sock:
+        sockets.send_fds(sock, [hello("runner", num_events=8)], [ring.fd, ring.doorbell])
+        data, fds, _, _ = sockets.recv_fds(sock, 1 << 16, 16)
+        first = FIRST.decode(data[4:])
+        assert isinstance(first, control.Welcome)
+        assert first.protocol == control.PROTOCOL
+        assert first.epoch == daemon.info["epoch"]
+        assert len(first.session) == 16
+        assert len(fds) == len(first.pools) + 2
+        [pool] = first.pools
+        assert os.fstat(fds[pool.fd_index]).st_size == pool.num_bytes
+        for fd in fds:
+            os.close(fd)
+
+
+def test_a_hello_may_come_in_pieces_with_the_first_command_behind_it(daemon: Daemon) -> None:
+    frames = hello("observer") + control.frame(control.Ping(7))
+    with dialled(daemon) as sock:
+        for i in range(len(frames)):
+            sock.sendall(frames[i : i + 1])
+        first = said_exactly(sock)
+        assert isinstance(first, control.Welcome)
+        done = msgspec.msgpack.decode(frame_of(sock), type=control.Done)
+        assert done.request == 7
+
+
+def frame_of(sock: sockets.socket) -> bytes:
+    size = int.from_bytes(sock.recv(4, sockets.MSG_WAITALL), "big")
+    return sock.recv(size, sockets.MSG_WAITALL)
+
+
+def said_exactly(sock: sockets.socket) -> control.Welcome | control.Refusal:
+    return FIRST.decode(frame_of(sock))
+
+
+# -- and those that are not ------------------------------------------------------------------------------
+
+
+def test_another_version_is_told_both_numbers(daemon: Daemon) -> None:
+    refused = refusal(daemon, hello("observer", protocol=control.PROTOCOL + 1))
+    assert refused.code == ProtocolError.code
+    assert refused.facts == {"daemon": control.PROTOCOL, "client": control.PROTOCOL + 1}
+
+
+def test_a_hello_of_another_form_is_told_the_version_too(daemon: Daemon) -> None:
+    body = msgspec.msgpack.encode(["Hello", control.PROTOCOL + 1, {"all": "new"}])
+    refused = refusal(daemon, len(body).to_bytes(4, "big") + body)
+    assert refused.code == ProtocolError.code
+    assert refused.facts["client"] == control.PROTOCOL + 1
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x00\x00\x00\x00",
+        b"GET / HTTP/1.1\r\n\r\n",
+        (1 << 20).to_bytes(4, "big"),
+        b"\xff\xff\xff\xff",
+        b"\x00\x00\x00\x04\xde\xad\xbe\xef",
+        control.frame(control.Ping(1)),
+        control.frame(Hello(control.PROTOCOL, "x" * 300, "observer")),
+        control.frame(Hello("1", "x", "observer")),  # type: ignore[arg-type]
+    ],
+    ids=["empty", "http", "oversized", "huge", "garbage", "a command", "a long name", "a version that is text"],
+)
+def test_what_is_no_hello_is_refused(daemon: Daemon, frame: bytes) -> None:
+    assert refusal(daemon, frame).code == ProtocolError.code
+
+
+def test_random_bytes_are_refused(daemon: Daemon) -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        body = rng.randbytes(rng.randrange(64))
+        assert refusal(daemon, len(body).to_bytes(4, "big") + body).code == ProtocolError.code
+
+
+@pytest.mark.parametrize("role", ["", "Runner", "root"])
+def test_an_unknown_role_is_refused(daemon: Daemon, role: str) -> None:
+    assert refusal(daemon, hello(role)).code == BadRequest.code
+
+
+def test_descriptors_are_what_the_role_needs(daemon: Daemon, ring: EventRing) -> None:
+    for role, fds in (
+        ("runner", []),
+        ("runner", [ring.fd]),
+        ("runner", [ring.fd, ring.doorbell, ring.fd]),
+        ("observer", [ring.fd]),
+        ("scheduler", [ring.fd, ring.doorbell]),
+        ("runner", [ring.doorbell, ring.fd]),
+        ("runner", [ring.fd] * 100),
+    ):
+        assert refusal(daemon, hello(role, num_events=8), fds).code == ProtocolError.code
+
+
+@pytest.mark.parametrize("num_events", [0, 9, 1 << 30])
+def test_a_ring_holds_as_many_events_as_it_says(daemon: Daemon, ring: EventRing, num_events: int) -> None:
+    refused = refusal(daemon, hello("runner", num_events=num_events), [ring.fd, ring.doorbell])
+    assert refused.code == ProtocolError.code
+
+
+def test_memory_that_its_sender_could_shrink_is_refused(daemon: Daemon, ring: EventRing) -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    assert "F_SEAL_SHRINK" in refusal(daemon, hello("runner", num_events=8), [fd, ring.doorbell]).message
+    os.close(fd)
+
+
+def test_a_doorbell_that_could_block_is_refused(daemon: Daemon, ring: EventRing) -> None:
+    reader, writer = os.pipe()
+    assert "eventfd" in refusal(daemon, hello("runner", num_events=8), [ring.fd, reader]).message
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_worker_needs_a_session_that_takes_it(daemon: Daemon) -> None:
+    with pytest.raises(UnknownSession):
+        daemon.worker(b"x" * 16, 0)
+    with pytest.raises(UnknownSession):
+        daemon.worker(b"", 0)
+    with daemon.client() as runner, pytest.raises(Forbidden):
+        daemon.worker(runner.token, 0)
+    with daemon.client(role="scheduler") as scheduler:
+        with pytest.raises(BadRequest):
+            daemon.worker(scheduler.token, 1)
+        with daemon.worker(scheduler.token, 0):
+            with pytest.raises(BadRequest, match="taken"):
+                daemon.worker(scheduler.token, 0)
+            scheduler.close()
+            with pytest.raises(SessionEnded):
+                daemon.worker(scheduler.token, 0)
+
+
+def test_who_leaves_before_the_hello_is_forgotten(daemon: Daemon) -> None:
+    before = num_descriptors(daemon)
+    for part in (b"", b"\x00\x00", hello("observer")[:-1]):
+        with dialled(daemon) as sock:
+            sock.sendall(part)
+    until(lambda: num_descriptors(daemon) <= before)
+
+
+def test_refusals_leak_no_descriptor(daemon: Daemon, ring: EventRing) -> None:
+    before = num_descriptors(daemon)
+    for _ in range(20):
+        refusal(daemon, hello("runner", num_events=9), [ring.fd, ring.doorbell])
+        refusal(daemon, hello("worker", num_events=8), [ring.fd, ring.doorbell])
+        refusal(daemon, b"\xff\xff\xff\xff", [ring.fd, ring.doorbell])
+    until(lambda: num_descriptors(daemon) <= before)
+
+
+def num_descriptors(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+
+# -- pieces, in this process -----------------------------------------------------------------------------
+
+
+def test_a_silent_peer_is_refused_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "HELLO_TIMEOUT_S", 0.01)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        listener = Listener(loop, tmp_path / "socket", lambda peer, hello: None)
+        listener.open()
+        sock = sockets.socket(sockets.AF_UNIX)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, os.fspath(tmp_path / "socket"))
+        refused = FIRST.decode((await loop.sock_recv(sock, 4096))[4:])
+        assert isinstance(refused, control.Refusal)
+        assert refused.code == ProtocolError.code
+        assert await loop.sock_recv(sock, 1) == b""
+        assert not listener.hearing
+        sock.close()
+        listener.close()
+        listener.close()
+
+    asyncio.run(main())
+
+
+def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = sockets.socketpair(sockets.AF_UNIX)
+    with ours, theirs:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(Forbidden, match="12345"):
+            listeners.identify(ours)
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_a_peers_process_is_known_by_a_descriptor(monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
+    if old_kernel:
+        monkeypatch.setattr(listeners, "SO_PEERPIDFD", 12345)  # no such option
+    ours, theirs = sockets.socketpair(sockets.AF_UNIX)
+    with theirs:
+        peer: Peer = listeners.identify(ours)
+        with open(f"/proc/self/fdinfo/{peer.pidfd}") as file:
+            assert f"Pid:\t{os.getpid()}\n" in file.read()
+        assert not os.get_inheritable(peer.pidfd)
+        peer.close()
+
+
+def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for path in (tmp_path / ("x" * 200), Path("/proc/nowhere/socket")):
+            listener = Listener(loop, path, lambda peer, hello: None)
+            with pytest.raises(ConfigError):
+                listener.open()
+            listener.close()
+
+    asyncio.run(main())
