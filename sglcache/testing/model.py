@@ -63,6 +63,7 @@ class LeaseModel:
     owned: set[int]  # slots the lease must give back
     pinned: int  # pages of the path that it holds on the device
     host_pinned: int  # pages of the path that it holds on the host
+    session_id: str | None  # of the request, for the events
     matched: int  # pages found at acquire, device and host; what lies between `pinned` and them is loaded
     known: int = 0  # pages whose canonical slots its runner was told
     num_fresh: int = 0  # while it waits for room: pages it still needs
@@ -144,6 +145,7 @@ class Model:
         # How often a page's presence in a tier changed since the last clear of all; against Subscriber.said.
         self.changes: Counter[tuple[int, Page]] = Counter()
         self.clears = 0
+        self.stored_for: dict[Page, list[str | None]] = {}  # whose session_id each storing on the device must name
         # The change that freed a slot: (clears, tier, page, number of that change). Who gets the slot next
         # must not hear of it before the stream has said so.
         self.freed_by: tuple[dict[int, tuple[int, Page, int]], dict[int, tuple[int, Page, int]]] = ({}, {})
@@ -311,6 +313,7 @@ class Model:
                 lease.owned.remove(own)
                 del self.owner[own]
                 self.put(DEVICE, page, own)
+                self.stored_for.setdefault(page, []).append(lease.session_id)
         lease.pinned = max(lease.pinned, end)
 
     def committed(self, item: Item, pages: int, first_page: int, slots: Sequence[int], lost: int, reply: int) -> None:
@@ -471,6 +474,11 @@ class Model:
         if self.total[HOST] and len(there) < len(path):
             self.hold(HOST, there)
             self.let_go(HOST, there)
+
+    def should_have_been_copied(self, path: Sequence[Page]) -> list[Page]:
+        """Pages that a commit passed over, that the host lacks, and that it has free room for."""
+        missing = [page for page in path if page not in self.slot[HOST] and page not in self.writing]
+        return missing if len(missing) <= self.num_free(HOST) else []
 
     def load_over(self, copy: CopyModel, ok: bool) -> None:
         del self.copies[copy.ticket]

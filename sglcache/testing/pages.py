@@ -40,48 +40,48 @@ def seed_of(namespace: NamespaceTuple) -> bytes:
 class Page:
     """One page of one namespace at one place in one sequence. Interned by a Book: equal pages are the same object."""
 
-    __slots__ = ("depth", "digest", "hash", "namespace", "parent", "prefix", "tokens")
+    __slots__ = ("depth", "digest", "hash", "namespace", "parent", "tokens")
 
-    def __init__(
-        self, namespace: NamespaceTuple, prefix: bytes, parent: Page | None, tokens: bytes, digest: bytes
-    ) -> None:
+    def __init__(self, namespace: NamespaceTuple, parent: Page | None, tokens: bytes, digest: bytes) -> None:
         self.namespace = namespace
-        self.prefix = prefix  # every token up to the page's end, uint32 LE
         self.parent = parent  # None: the first of its namespace
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.tokens = tokens
+        self.tokens = tokens  # its own, uint32 LE
         self.digest = digest
         self.hash: int = struct.unpack(">q", digest[:8])[0]
 
     def __repr__(self) -> str:
-        ids = struct.unpack(f"<{len(self.prefix) // TOKEN_BYTES}I", self.prefix)
+        prefix = b"".join(page.tokens for page in ancestry(self))
+        ids = struct.unpack(f"<{len(prefix) // TOKEN_BYTES}I", prefix)
         shown = ",".join(map(str, ids if len(ids) <= 12 else (*ids[:4], "..", *ids[-4:])))
         where = "" if self.namespace == (None, None, None) else f" of {tuple(self.namespace)}"
         return f"<page {self.depth} [{shown}]{where}>"
 
 
 class Book:
-    """Every page met so far, for one page size and hash."""
+    """Every page met so far, for one page size and hash: one object for each namespace and sequence of tokens."""
 
     def __init__(self, page_size: int, hash_name: str) -> None:
         self.page_bytes = page_size * TOKEN_BYTES
         self.hash_name = hash_name
         self.by_digest: dict[bytes, Page] = {}
         self.by_hash: dict[int, Page] = {}
-        self._pages: dict[tuple[NamespaceTuple, bytes], Page] = {}
+        # By what is before it, the page's own tokens, and the namespace where nothing is before it.
+        self._pages: dict[tuple[Page | NamespaceTuple, bytes], Page] = {}
 
-    def path(self, namespace: NamespaceTuple, tokens: bytes) -> tuple[Page, ...]:
-        """The whole pages of `tokens`, in order; a short last page is none."""
+    def path(self, namespace: NamespaceTuple, tokens: bytes, after: Page | None = None) -> tuple[Page, ...]:
+        """The whole pages of `tokens` in order, behind the page `after`; a short last page is none."""
         namespace = (namespace[0], namespace[1], namespace[2])
         path: list[Page] = []
-        parent: Page | None = None
-        for end in range(self.page_bytes, len(tokens) + 1, self.page_bytes):
-            key = (namespace, tokens[:end])
+        size = self.page_bytes
+        parent = after
+        for start in range(0, len(tokens) - size + 1, size):
+            own = tokens[start : start + size]
+            key = (namespace if parent is None else parent, own)
             page = self._pages.get(key)
             if page is None:
-                own = tokens[end - self.page_bytes : end]
                 before = seed_of(namespace) if parent is None else parent.digest
-                page = Page(namespace, tokens[:end], parent, own, digest_of(self.hash_name, before + own))
+                page = Page(namespace, parent, own, digest_of(self.hash_name, before + own))
                 self._pages[key] = self.by_digest[page.digest] = self.by_hash[page.hash] = page
             path.append(page)
             parent = page

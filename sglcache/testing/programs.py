@@ -242,7 +242,7 @@ class Program:
         copies: list[CopyModel] = self.rig.in_flight()
         if copies:
             copy = copies[0] if choose.integer(0, 2) else choose.item(copies)
-            self.rig.copy_done(copy, ok=choose.integer(0, 5) > 0)
+            self.rig.copy_done(copy, ok=choose.integer(0, 5 if copy.lease is None else 3) > 0)
 
     def read(self, choose: Chooser) -> None:
         runners = self.live()

@@ -159,6 +159,8 @@ class Rig:
         self._take_victims(HOST, seen, 0 if self.config.evict_slice >= self.config.host_pages else None, kept)
         copied = {copy.pages[-1] for copy in self.model.copies.values() if copy.ticket in {c.ticket for c in asked}}
         for path in committed:
+            missed = self.model.should_have_been_copied(path)
+            assert not missed, f"there is room on the host, and {missed} were not written through"
             if copied.isdisjoint(path):
                 self.model.not_backed_up(path)
         self.check(seen)
@@ -367,7 +369,9 @@ class Rig:
             host_pinned += 1
         total = -(-(len(key) // TOKEN_BYTES + reserve) // self.page_size)
         fresh = total - pinned
-        lease = LeaseModel(-request, runner.session, namespace, key, path, [], set(), pinned, host_pinned, matched)
+        lease = LeaseModel(
+            -request, runner.session, namespace, key, path, [], set(), pinned, host_pinned, session_id, matched
+        )
         room = model.num_free(DEVICE) + len(set(model.evictable(DEVICE)) - set(path[:pinned])) - self._promised()
         crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting))
 
@@ -777,6 +781,8 @@ class Rig:
                 f"tier {tier}: the mirror has {mirror - published} more, lacks {published - mirror}"
             )
             assert dumped[tier] == published, f"tier {tier}: the dump has {dumped[tier] ^ published} too many or few"
+        for page, told in subscriber.stored_for.items():
+            assert told == model.stored_for[page], f"{page} was stored for {told}, should be {model.stored_for[page]}"
         changes = {key: count for key, count in model.changes.items() if key[1].namespace[1] is None and count}
         assert changes == {k: n for k, n in subscriber.said.items() if n}, "a change was told twice or not at all"
 
@@ -820,16 +826,14 @@ def observe(index: Index, book: Book) -> Seen:
     `walk` is not enough: it tells nothing with events off, nothing of what is not published, and no slots.
     """
     seen: Seen = ({}, {})
-    paths: dict[object, tuple[Page, ...]] = {}
+    last: dict[object, Page] = {}  # node -> its last page
     for node in index.tree.nodes():
-        above = paths.get(node.parent, ())
-        key = (above[-1].prefix if above else b"") + node.key
-        path = paths[node] = book.path(node.space.namespace, key)
+        pages = book.path(node.space.namespace, node.key, last.get(node.parent))
+        last[node] = pages[-1]
         for tier in range(len(index.pools)):
             if node.cells[tier] is None or node.writing >> tier & 1:
                 continue
             slots = unpack_slots(node.cells[tier])
-            pages = path[len(above) :]
             assert len(slots) == len(pages), f"{node!r} has {len(slots)} slots for {len(pages)} pages"
             for page, slot in zip(pages, slots, strict=True):
                 assert page not in seen[tier], f"{page} is in two nodes"

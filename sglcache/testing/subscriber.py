@@ -35,7 +35,7 @@ class Subscriber:
         self.said: Counter[tuple[int, Page]] = Counter()
         self.clears = 0
         self.batches: list[list[dict[str, Any]]] = []  # every event so far, for tests that look at form
-        self.session_ids: set[str] = set()
+        self.stored_for: dict[Page, list[str | None]] = {}  # the session_id that each storing on the device named
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -99,8 +99,8 @@ class Subscriber:
             self.present[tier].add(page)
             self.said[tier, page] += 1
             parent_hash = value
-        if "session_id" in event:
-            self.session_ids.add(event["session_id"])
+            if tier == 0:
+                self.stored_for.setdefault(page, []).append(event.get("session_id"))
         return len(hashes)
 
     def _removed(self, event: dict[str, Any]) -> int:

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from sglcache.core import eventlog, index, slots, tree
 from sglcache.testing.machine import IndexMachine
 from sglcache.testing.programs import run
 
 DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
 
 CI = settings(
-    max_examples=60,
+    max_examples=200,
     stateful_step_count=50,
     derandomize=True,
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-SETTINGS = settings(CI, max_examples=60 * DEEP, stateful_step_count=100, derandomize=False) if DEEP else CI
+SETTINGS = settings(CI, max_examples=200 * DEEP, stateful_step_count=100, derandomize=False) if DEEP else CI
 
 
 @pytest.mark.timeout(0 if DEEP else 300)
@@ -33,14 +35,27 @@ def test_any_program_under_hypothesis() -> None:
     run_state_machine_as_test(IndexMachine, settings=SETTINGS)
 
 
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "any": ({}, False),
+    "one tier": ({"host_pages": 0}, False),
+    "loads": ({"num_pages": 10, "host_pages": 40}, False),  # what is evicted from the device is still on the host
+    "small tables": ({}, True),
+}
+
+
 @pytest.mark.timeout(0 if DEEP else 300)
-@pytest.mark.parametrize("tiers", [1, 2])
-def test_any_seeded_program(tiers: int) -> None:
-    fixed = {"host_pages": 0} if tiers == 1 else {}
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_seeded_program(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed, small = VARIANTS[variant]
+    if small:  # what happens in large indexes only, in small ones
+        monkeypatch.setattr(slots, "CRUMB_BYTES", 12)
+        monkeypatch.setattr(tree, "FANOUT", 2)
+        monkeypatch.setattr(eventlog, "MAX_BATCH_TOKENS", 40)
+        monkeypatch.setattr(index, "MERGE_LIMIT", 2)
     first = random.randrange(1 << 40) if DEEP else 0
-    for seed in range(first, first + (200 if tiers == 1 else 500) * max(1, DEEP)):
+    for seed in range(first, first + 200 * max(1, DEEP)):
         try:
             run(seed, **fixed)
         except Exception as exc:
-            exc.add_note(f"sglcache.testing.programs.run({seed}, **{fixed})")
+            exc.add_note(f"sglcache.testing.programs.run({seed}, **{fixed}){', small tables' if small else ''}")
             raise
