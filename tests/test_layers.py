@@ -128,6 +128,7 @@ def test_every_dependency_is_at_home(path: Path) -> None:
         "import sglcache.core.index",
         "import sglcache.config",
         "import sglcache.cli",
+        "import sglcache.server.rank",
     ],
 )
 def test_this_import_loads_no_torch(statement: str) -> None:

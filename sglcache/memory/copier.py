@@ -10,26 +10,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sglcache.errors import ClosedError, TransferError
-from sglcache.memory.pools import Pool
+from sglcache.memory.pools import Pool, Rows
 from sglcache.units import TicketId
 
 STAGING_BYTES = 4 << 20
 
 Done = Callable[[TicketId, bool, TransferError | None], None]
 _Job = tuple[TicketId, Sequence[Pool], Sequence[Pool], bytes, bytes]
-_Rows = np.ndarray[Any, np.dtype[np.void]]  # [num_pages], each item one page
-
-
-def use_one_torch_thread() -> None:
-    """For a daemon that shares its machine with model runners: torch takes one thread, not every core. Process-wide."""
-    torch.set_num_threads(1)
 
 
 class Copier:
@@ -96,10 +88,10 @@ class Copier:
                 raise ValueError(f"pages of {src_pool.page_bytes} bytes to pages of {dst_pool.page_bytes}")
             _check_slots(src_index, src_pool)
             _check_slots(dst_index, dst_pool)
-            self._copy_rows(_rows(src_pool), _rows(dst_pool), src_index, dst_index)
+            self._copy_rows(src_pool.rows, dst_pool.rows, src_index, dst_index)
 
     def _copy_rows(
-        self, src: _Rows, dst: _Rows, src_index: npt.NDArray[np.int32], dst_index: npt.NDArray[np.int32]
+        self, src: Rows, dst: Rows, src_index: npt.NDArray[np.int32], dst_index: npt.NDArray[np.int32]
     ) -> None:
         page_bytes = src.itemsize
         chunk = max(1, STAGING_BYTES // page_bytes)
@@ -111,10 +103,6 @@ class Copier:
             pages = staging[: len(src_index[here])]
             np.take(src, src_index[here], out=pages, mode="clip")  # "raise" would buffer it once more
             dst[dst_index[here]] = pages
-
-
-def _rows(pool: Pool) -> _Rows:
-    return pool.pages.numpy().view(f"V{pool.page_bytes}")[:, 0]
 
 
 def _check_slots(slots: npt.NDArray[np.int32], pool: Pool) -> None:

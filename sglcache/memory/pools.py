@@ -1,15 +1,24 @@
-"""The memory that a rank owns: per tier and shard one memfd of pages, mapped. Which page is whose, the core knows."""
+"""The memory that a rank owns: per tier and shard one memfd of pages, mapped. Which page is whose, the core knows.
+
+On a CPU a rank moves pages and never looks into them, so it does without torch, whose import is most of a cold start.
+`pages` is a torch tensor for whoever asks for it.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from sglcache.errors import ClosedError
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.mapping import create_memfd, map_shared
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Rows = np.ndarray[Any, np.dtype[np.void]]  # [num_pages], each item one page
 
 
 class Pool:
@@ -24,26 +33,33 @@ class Pool:
         except BaseException:
             os.close(self.fd)
             raise
-        self._pages: Tensor | None = torch.frombuffer(region, dtype=torch.uint8).view(num_pages, page_bytes)
+        self._rows: Rows | None = np.ndarray(num_pages, np.dtype(f"V{page_bytes}"), memoryview(region))
 
     @property
     def num_bytes(self) -> int:
         return self.num_pages * self.page_bytes
 
     @property
+    def rows(self) -> Rows:
+        """void [num_pages], an item a page, on the shared memory. ClosedError once closed."""
+        if self._rows is None:
+            raise ClosedError("the pool is closed")
+        return self._rows
+
+    @property
     def pages(self) -> Tensor:
         """uint8 [num_pages, page_bytes], CPU, contiguous, on the shared memory. ClosedError once closed."""
-        if self._pages is None:
-            raise ClosedError("the pool is closed")
-        return self._pages
+        import torch
+
+        return torch.from_numpy(self.rows.view(np.uint8).reshape(self.num_pages, self.page_bytes))
 
     def close(self) -> None:
-        """Close the descriptor and let go of the mapping, which goes with the last tensor made from `pages`.
+        """Close the descriptor and let go of the mapping, which goes with the last array or tensor made from it.
 
         Harmless when repeated.
         """
-        if self._pages is not None:
-            self._pages = None
+        if self._rows is not None:
+            self._rows = None
             os.close(self.fd)
 
 

@@ -35,7 +35,7 @@ from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.errors import ConfigError, TransferError
-from sglcache.memory.copier import Copier, use_one_torch_thread
+from sglcache.memory.copier import Copier
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools
 from sglcache.memory.rings import LoadRing
@@ -409,7 +409,6 @@ def _clock_us() -> int:
 def run(config: Config, ready: Callable[[Rank], None] = lambda rank: None) -> int:
     """Be a rank in this process until a signal. The exit status; ConfigError: it can't start."""
     keep_large_buffers()
-    use_one_torch_thread()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -16,7 +16,7 @@ from kernel_facts import mapped
 
 from sglcache.errors import ClosedError, TransferError
 from sglcache.memory import copier as copier_module
-from sglcache.memory.copier import Copier, use_one_torch_thread
+from sglcache.memory.copier import Copier
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools, Pool
 from sglcache.units import TicketId
@@ -207,7 +207,7 @@ def test_an_idle_copier_keeps_no_pool_mapped(copier: Copier, answers: SimpleQueu
 def test_numpy_lets_go_of_the_lock_while_pages_move(pool: Make, operation: str) -> None:
     """The loop's thread turns while the copier is inside a numpy call: law 2 counts on it."""
     index = np.arange(8, dtype=np.int32)
-    src, dst = (copier_module._rows(pool(name, 8, 1 << 20)) for name in "ab")
+    src, dst = (pool(name, 8, 1 << 20).rows for name in "ab")
     turned, asleep = threading.Event(), threading.Event()
 
     def turn() -> None:
@@ -235,12 +235,3 @@ def test_numpy_lets_go_of_the_lock_while_pages_move(pool: Make, operation: str) 
         sys.setswitchinterval(interval)
     loop.join()
     assert seen
-
-
-def test_one_torch_thread_is_a_choice_of_the_daemons() -> None:
-    before = torch.get_num_threads()
-    try:
-        use_one_torch_thread()
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
