@@ -2,9 +2,11 @@
 #   TORCH=cpu|cuda   which build of torch (default: CUDA where an NVIDIA driver is present)
 #   PYTHON=python3   the Python, 3.11 or later, that .venv is made from
 #   ARGS="..."       passed on to serve, test, smoke and bench
+#   TRACE=FILE       a trace in Mooncake's format, for bench
 SHELL := /bin/bash
 PYTHON ?= python3
 ARGS ?=
+TRACE ?=
 BIN := .venv/bin
 # One stamp for each wish, so that another TORCH= installs again.
 STAMP := .venv/.installed-$(or $(TORCH),auto)
@@ -27,7 +29,7 @@ serve: $(STAMP) ## run the daemon: make serve ARGS="--set pool.page_size=64"
 	@exec $(BIN)/sglcache serve $(ARGS)
 
 test: $(STAMP) ## the tests that need no GPU
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(STAMP) ## format, lint, types, layers: what CI holds
 	$(BIN)/ruff format --check .
@@ -39,8 +41,16 @@ format: $(STAMP) ## put the source in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## the benchmarks: make bench ARGS="index --help"
+bench: $(STAMP) ## every benchmark; TRACE=FILE for the index's, ARGS="rpc --help" for one of them
+ifneq ($(ARGS),)
 	@$(BIN)/sglcache bench $(ARGS)
+else
+	@set -e; for what in start rpc memory stall; do echo "== $$what"; $(BIN)/sglcache bench $$what; done
+ifneq ($(TRACE),)
+	@set -e; for page in 64 16 1; do for events in "" --events; do echo "== index, page $$page $$events"; \
+		$(BIN)/sglcache bench index --trace '$(TRACE)' --limit 600 --page-size $$page $$events; done; done
+endif
+endif
 
 smoke: $(STAMP) ## a daemon, a replay and a subscriber, once through
 	@scripts/smoke.sh $(ARGS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -42,13 +42,12 @@ def test_help_is_quick_and_loads_nothing_big() -> None:
         "    big = {'torch', 'numpy', 'pydantic', 'rich', 'zmq', 'aiohttp', 'asyncio'} & set(sys.modules)\n"
         "    assert not big, big\n"
     )
-    took = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        took.append(time.perf_counter() - started)
-        assert done.returncode == 0, done.stderr
-    assert min(took) < 0.3
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    # Processor time: on a loaded machine the clock says nothing.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,9 +2,14 @@
 
 One operation is acquire and release of a cached prompt, blocking: four frames. Beside it two echoes of the same four
 frame sizes on a bare uvloop unix socket server, in a process of its own as the daemon is, with a blocking client that
-does nothing but send and receive. Both run in blocks, in turn; p50 of each block, ratio of the medians.
+does nothing but send and receive. They run in blocks, in turn; p50 of each block, ratio of the medians.
 
-Run as a module with a socket's path and pairs of sizes, this file is that echo server.
+A server that answers at once is a floor that nothing with work to do can come near: the kernel hands the processor
+over, while a peer that waits for some microseconds has gone to sleep. So a third one runs in turn, the same echo with
+a server that spins, before each answer, for as long as the index takes for the same operation in this process
+(`index_acquire_us`, `index_release_us`). `ratio_busy` against it is what daemon and client add to sockets and index.
+
+Run as a module with a socket's path, four sizes and two times, this file is that echo server.
 """
 
 from __future__ import annotations
@@ -25,7 +30,9 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from sglcache.bench.daemon import Daemon
-from sglcache.bench.harness import BenchError, Comparison, Row, Summary, in_turn
+from sglcache.bench.harness import BenchError, Comparison, Row, Summary
+from sglcache.bench.index import Driver
+from sglcache.core.index import Index, IndexConfig
 from sglcache.wire import control
 from sglcache.wire.control import HEADER
 
@@ -74,17 +81,18 @@ def run(options: Options) -> Row:
                         f"{lease.matched_tokens} tokens matched and {lease.host_tokens} on the host: {lease}"
                     )
                 sizes = _sizes(tokens.tobytes(), lease)
-            with _echo_server(sizes) as connection:
-                ours = _ours(client, tokens)
-                echoes = _echoes(connection, sizes)
-                for operation in (ours, echoes):
+            work = _index_seconds(options, tokens.tobytes())
+            with _echo_server(sizes, (0.0, 0.0)) as bare_server, _echo_server(sizes, work) as busy_server:
+                operations = (_ours(client, tokens), _echoes(bare_server, sizes), _echoes(busy_server, sizes))
+                for operation in operations:
                     _block(operation, options.warm_up)
-                rounds = in_turn(
-                    lambda: _block(ours, options.operations), lambda: _block(echoes, options.operations), options.pairs
-                )
-    own, bare = ([block.p50 * 1e6 for block in blocks] for blocks in rounds)
+                rounds: list[list[Summary]] = [[] for _ in operations]
+                for _ in range(options.pairs):
+                    for blocks, operation in zip(rounds, operations, strict=True):
+                        blocks.append(_block(operation, options.operations))
+    own, bare, busy = ([block.p50 * 1e6 for block in blocks] for blocks in rounds)
     # The other way round than Comparison's other / ours: here the echo is the floor.
-    ratio = Comparison.of(bare, own)
+    ratio, ratio_busy = Comparison.of(bare, own), Comparison.of(busy, own)
     return {
         "tokens": options.tokens,
         "page_size": options.page_size,
@@ -99,6 +107,12 @@ def run(options: Options) -> Row:
         "ratio": round(ratio.ratio, 3),
         "ratio_least": round(ratio.least, 3),
         "ratio_most": round(ratio.most, 3),
+        "index_acquire_us": round(work[0] * 1e6, 1),
+        "index_release_us": round(work[1] * 1e6, 1),
+        "busy_echo_p50_us": round(ratio_busy.ours, 1),
+        "ratio_busy": round(ratio_busy.ratio, 3),
+        "ratio_busy_least": round(ratio_busy.least, 3),
+        "ratio_busy_most": round(ratio_busy.most, 3),
         "blocks_p50_us": [round(each, 1) for each in own],
         "echo_blocks_p50_us": [round(each, 1) for each in bare],
     }
@@ -112,6 +126,26 @@ def _block(operation: Callable[[], object], count: int) -> Summary:
         operation()
         seconds.append(clock() - start)
     return Summary.of(seconds)
+
+
+def _index_seconds(options: Options, packed: bytes) -> tuple[float, float]:
+    """Medians of acquire and release of the cached prompt, with their drains, in an index of this process."""
+    driver = Driver(Index(IndexConfig(page_size=options.page_size, num_pages=1 << 16, events=options.events)))
+    lease = driver.acquire(packed).lease
+    driver.commit(lease)
+    driver.release(lease)
+    driver.cut()
+    clock = time.perf_counter
+    acquires, releases = [], []
+    for _ in range(options.warm_up + options.operations):
+        start = clock()
+        lease = driver.acquire(packed).lease
+        middle = clock()
+        driver.release(lease)
+        releases.append(clock() - middle)
+        acquires.append(middle - start)
+        driver.counted()
+    return Summary.of(acquires).p50, Summary.of(releases).p50
 
 
 def _ours(client: Client, tokens: object) -> Callable[[], None]:
@@ -140,9 +174,9 @@ def _sizes(packed: bytes, lease: Lease) -> Sizes:
 
 
 class Echo(asyncio.Protocol):
-    """Answers a frame of one size with a frame of another."""
+    """Answers a frame of one size with a frame of another, after so many seconds of spinning."""
 
-    def __init__(self, replies: dict[int, bytes]) -> None:
+    def __init__(self, replies: dict[int, tuple[bytes, float]]) -> None:
         self.replies = replies
         self.rest = b""
         self.transport: asyncio.Transport | None = None
@@ -154,7 +188,12 @@ class Echo(asyncio.Protocol):
         assert self.transport is not None
         data = self.rest + data if self.rest else data
         while len(data) >= HEADER and len(data) >= (size := HEADER + int.from_bytes(data[:HEADER], "big")):
-            self.transport.write(self.replies[size])
+            reply, work_s = self.replies[size]
+            if work_s:
+                end = time.perf_counter() + work_s
+                while time.perf_counter() < end:
+                    pass
+            self.transport.write(reply)
             data = data[size:]
         self.rest = data
 
@@ -182,11 +221,13 @@ def _echoes(connection: socket.socket, sizes: Sizes) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _echo_server(sizes: Sizes) -> Iterator[socket.socket]:
-    """A connection to an echo server in a process of its own."""
+def _echo_server(sizes: Sizes, work_s: tuple[float, float]) -> Iterator[socket.socket]:
+    """A connection to an echo server in a process of its own; `work_s`: what it spins before each of its answers."""
     with tempfile.TemporaryDirectory(prefix="sglcache-echo-") as folder:
         path = Path(folder) / "echo.sock"
-        process = subprocess.Popen([sys.executable, "-m", "sglcache.bench.rpc", str(path), *map(str, sizes)])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglcache.bench.rpc", str(path), *map(str, [*sizes, *work_s])]
+        )
         try:
             with socket.socket(socket.AF_UNIX) as connection:
                 _connect(connection, path, process)
@@ -208,7 +249,7 @@ def _connect(connection: socket.socket, path: Path, process: subprocess.Popen[by
             time.sleep(0.01)
 
 
-async def _serve(path: str, replies: dict[int, bytes]) -> None:
+async def _serve(path: str, replies: dict[int, tuple[bytes, float]]) -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
@@ -217,13 +258,15 @@ async def _serve(path: str, replies: dict[int, bytes]) -> None:
     server.close()
 
 
-def main(path: str, acquire: int, granted: int, release: int, done: int) -> None:
+def main(path: str, sizes: Sizes, work_s: tuple[float, float]) -> None:
     """Serve until SIGTERM."""
     import uvloop
 
-    uvloop.run(_serve(path, {acquire: frame(granted), release: frame(done)}))
+    uvloop.run(
+        _serve(path, {sizes.acquire: (frame(sizes.granted), work_s[0]), sizes.release: (frame(sizes.done), work_s[1])})
+    )
     os._exit(0)  # whoever is still attached is not waited for
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], Sizes(*map(int, sys.argv[2:6])), (float(sys.argv[6]), float(sys.argv[7])))

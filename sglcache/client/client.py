@@ -355,9 +355,13 @@ class Client(Member):
             self._begun[self._ticket] = (request, lease)
             return self._ticket
 
-    def end(self, lease: Lease, *, discard: bool) -> None:
+    def end(self, lease: Lease, *, discard: bool, wait: bool) -> None:
         with self._connection.lock:
-            self._finish(self._send_release(lease, discard), lease)
+            request = self._send_release(lease, discard)
+            if wait:
+                self._connection.wait(request)
+            else:
+                self._connection.ignore(request)
 
     def begin_end(self, lease: Lease, *, discard: bool) -> int:
         with self._connection.lock:

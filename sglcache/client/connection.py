@@ -1,8 +1,8 @@
 """A client's end of the control socket: hello, requests and their answers, and what a forked child may not keep.
 
 Blocking, under one lock: a thread that waits for its answer keeps the others out, and answers that it finds on the
-way are kept for whom they are for. Requests can be sent ahead (`begin`) and waited for later, in any order; each that
-was begun should be waited for. While the daemon does not take what is sent, its answers are read, so that two that
+way are kept for whom they are for. Requests can be sent ahead and waited for later, in any order; each that was sent
+should be waited for or ignored. While the daemon does not take what is sent, its answers are read, so that two that
 both write can't wait for each other.
 """
 
@@ -15,6 +15,7 @@ import select
 import socket as sockets
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -28,6 +29,8 @@ from sglcache.wire.control import HEADER
 HELLO_TIMEOUT_S = 10.0
 MAX_FDS = 253  # the kernel's SCM_MAX_FD
 RECV_BYTES = 1 << 16
+SPIN_S = 50e-6
+MAX_RESTS = 1 << 10
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 Request: TypeAlias = (
@@ -64,6 +67,9 @@ class Connection:
         self.fds: list[int] = []
         """What came with the welcome; whoever takes one out owns it."""
         self._answers: dict[int, Answer | control.Failure] = {}
+        self._ignored: set[int] = set()
+        self._failed_spins = 0  # in a row
+        self._rests = 0  # so many receptions sleep at once
         self._rest = b""
         self._request = 0
         self._closed: str | None = None
@@ -102,6 +108,10 @@ class Connection:
         if type(answer) is control.Failure:
             raise SglcacheError.from_code(answer.code, answer.message, answer.facts)
         return answer  # type: ignore[return-value]
+
+    def ignore(self, request: int) -> None:
+        """Its answer will not be waited for. With the lock held."""
+        self._ignored.add(request)
 
     def pull(self) -> None:
         """Take in what has arrived, without waiting. With the lock held."""
@@ -234,8 +244,10 @@ class Connection:
             raise self._error from None
 
     def _receive(self, flags: int = 0) -> bytes:
+        """What has come, waiting for it unless `flags` say otherwise."""
         try:
-            data = self._recv(RECV_BYTES, flags)
+            data = self._recv(RECV_BYTES, flags) if flags or self._rests > 0 else self._spin()
+            self._rests -= 1
         except BlockingIOError:
             raise
         except OSError as exc:
@@ -244,7 +256,31 @@ class Connection:
             raise self._over(None)
         return data
 
+    def _spin(self) -> bytes:
+        """Look for the answer a few times before going to sleep for it.
+
+        To be woken on a processor that has gone to sleep, too, takes longer than the daemon takes to answer. Where it
+        doesn't pay (an answer that waits for an event, a daemon that needs this very processor) it is soon left off.
+        """
+        recv, clock = self._recv, time.perf_counter
+        end = clock() + SPIN_S
+        while True:
+            try:
+                data = recv(RECV_BYTES, sockets.MSG_DONTWAIT)
+            except BlockingIOError:
+                if clock() > end:
+                    break
+            else:
+                self._failed_spins = 0
+                return data
+        self._failed_spins += 1
+        self._rests = min(1 << self._failed_spins, MAX_RESTS)
+        return recv(RECV_BYTES)
+
     def _keep(self, answer: Answer | control.Failure) -> None:
+        if answer.request in self._ignored:
+            self._ignored.remove(answer.request)
+            return
         if answer.request:
             self._answers[answer.request] = answer
             return

@@ -87,19 +87,23 @@ class Lease:
         """As `commit`, without waiting: the ticket, for `Client.wait` and for the workers to record."""
         return self._client.begin_commit(self, tokens)
 
-    def release(self) -> None:
-        """Give everything back, and wait until it is. Of what was not committed the cache keeps nothing."""
+    def release(self, *, wait: bool = False) -> None:
+        """Give everything back. Of what was not committed the cache keeps nothing.
+
+        There is nothing to learn from the answer, and what this client does next comes after it; so it is waited for
+        only on request, by whom must know that the pages are free for others (with workers, that all have recorded).
+        """
         if not self.ended:
-            self._client.end(self, discard=False)
+            self._client.end(self, discard=False, wait=wait)
 
     def release_begin(self) -> int:
-        """As `release`, without waiting: the ticket, for `Client.wait` and for the workers to record."""
+        """As `release`: the ticket, for the workers to record and for `Client.wait`."""
         return self._client.begin_end(self, discard=False)
 
-    def abort(self) -> None:
+    def abort(self, *, wait: bool = False) -> None:
         """As `release`, and commits that have not taken effect don't."""
         if not self.ended:
-            self._client.end(self, discard=True)
+            self._client.end(self, discard=True, wait=wait)
 
     def apply(self, answer: Answer) -> Committed | None:
         """Take in what the daemon answered to a commit; to a release there is nothing to take."""

@@ -77,7 +77,7 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
             if parent.parent is not None:
                 if parent.cells[c] is None:
                     found.append(f"{node!r}: in {Tier(c).name} without its parent")
-                elif not lock and not parent.cells[C + c] and order[c][parent] < order[c][node]:
+                elif not lock and not parent.cells[C + c] and order[c].get(parent, 0) < order[c].get(node, 0):
                     found.append(f"{node!r}: evicted from {Tier(c).name} after its parent")
                 if parent.writing >> c & 1 and not node.writing >> c & 1:
                     found.append(f"{node!r}: ready in {Tier(c).name} before its parent")

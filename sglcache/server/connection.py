@@ -40,7 +40,7 @@ class Connection(asyncio.Protocol):
         self.role = ""
         self.transport: asyncio.Transport | None = None
         self.lost = False  # the socket is at its end
-        self._out: list[bytes] = []
+        self._out = b""  # a turn's answers: few, so that joining them as they come costs nothing
         self._rest: bytearray | None = None  # what is not a whole frame yet, or not served yet
         self._backlog = False  # whole frames in `_rest` wait for their turn
         self._blocked = False  # the peer does not read
@@ -53,21 +53,21 @@ class Connection(asyncio.Protocol):
     def reply(self, answer: control.Frame) -> None:
         """Queue an answer; the turn writes it."""
         payload = _encode(answer)
-        out = self._out
-        if not out:
+        if self._out:
+            self._out += len(payload).to_bytes(HEADER, "big") + payload
+        else:
+            self._out = len(payload).to_bytes(HEADER, "big") + payload
             self.owner.dirty.append(self)
-        out.append(len(payload).to_bytes(HEADER, "big"))
-        out.append(payload)
 
     def fail(self, request: int, error: SglcacheError) -> None:
         self.reply(control.Failure(request, error.code, error.message, error.facts))
 
     def flush(self) -> None:
         out = self._out
-        self._out = []
+        self._out = b""
         transport = self.transport
         if transport is not None:
-            transport.write(b"".join(out))
+            transport.write(out)
             if self._ending:
                 self.transport = None
                 transport.close()
@@ -189,5 +189,5 @@ class Connection(asyncio.Protocol):
         self.lost = True
         self.transport = None
         self._rest = None
-        self._out = []
+        self._out = b""
         self._closing = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,18 +27,24 @@ class Numbers:
     def __init__(self, path: Path, clock_us: Callable[[], int], *, stride: int = STRIDE) -> None:
         self.path = path
         self.stride = stride
+        self._lock = threading.Lock()
         self.reserved = max(self._read(), 0)
         self.first = max(clock_us(), self.reserved + 1)
         """This life's first number. It is reserved already."""
         self.reserve(self.first)
 
     def low(self, next_seq: int) -> bool:
-        """Whether half of what was bought is gone: then call `reserve`, from any one thread; it waits for the disk."""
+        """Whether half of what was bought is gone: then call `reserve`, from any thread; it waits for the disk."""
         return next_seq + self.stride // 2 > self.reserved
 
     def reserve(self, next_seq: int) -> None:
         """Buy numbers from `next_seq` on. ConfigError if the file can't be written."""
-        upto = next_seq + self.stride
+        with self._lock:
+            self._reserve(next_seq + self.stride)
+
+    def _reserve(self, upto: int) -> None:
+        if upto <= self.reserved:
+            return
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(ConfigError):  # another rank that shares the file

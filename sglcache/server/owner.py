@@ -138,15 +138,14 @@ class Owner:
 
     def _dispatch(self) -> None:
         for effect in self.index.drain(self.clock()):
-            kind = type(effect)
-            if kind is Wake:
-                self.wake(effect)  # type: ignore[arg-type]
-            elif kind is Publish:
-                self._publish(effect)  # type: ignore[arg-type]
+            if isinstance(effect, Wake):
+                self.wake(effect)
+            elif isinstance(effect, Publish):
+                self._publish(effect)
             else:
                 self.num_copies += 1
                 self.idle.clear()
-                self.submit(effect)  # type: ignore[arg-type]
+                self.submit(effect)
 
     def _resume(self) -> None:
         self._resuming = False

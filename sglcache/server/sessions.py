@@ -129,46 +129,46 @@ class Member(Connection):
             self.granted(c.request, grant)
 
     def granted(self, request: int, grant: Grant) -> None:
+        lease, matched_tokens, host_tokens, slots, load = grant
         place = None
-        if grant.load is not None:
-            load = self.owner.loads.begin(self.id, request, grant)
-            if load.slot is None:
+        if load is not None:
+            begun = self.owner.loads.begin(self.id, request, grant)
+            if begun.slot is None:
                 return
-            place = (load.slot, load.generation)
-        self.reply(control.Granted(request, grant.lease, grant.matched_tokens, grant.host_tokens, grant.slots, place))
+            place = (begun.slot, begun.generation)
+        self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, place))
 
     def loaded_without_slot(self, load: Load) -> None:
         """A load that found no slot is over: its answer."""
-        grant = load.grant
-        self.reply(
-            control.Granted(load.request, grant.lease, grant.matched_tokens, grant.host_tokens, grant.slots, None)
-        )
+        lease, matched_tokens, host_tokens, slots, _ = load.grant
+        self.reply(control.Granted(load.request, lease, matched_tokens, host_tokens, slots, None))
 
     def commit(self, c: control.Commit) -> None:
-        if c.generation:
-            done = self.event_done(c.event, c.generation)
-            self.index.commit(self.id, c.request, LeaseId(c.lease), c.ticket, seen=c.seen, tokens=c.tokens)
-            self.used(done, c.event, c.generation, c.ticket)
-        else:
-            self.index.commit(self.id, c.request, LeaseId(c.lease), c.ticket, seen=c.seen, tokens=c.tokens)
-            if self.touches:  # there is nothing to wait for
-                self.event_over(c.ticket)
+        done = self.event_done(c.event, c.generation)
+        lease: Any = c.lease
+        self.index.commit(self.id, c.request, lease, c.ticket, seen=c.seen, tokens=c.tokens)
+        if done:
+            self.event_over(c.ticket)
+        elif self.touches:
+            self.waits.append((c.event, c.generation, c.ticket))
 
     def release(self, c: control.Release) -> None:
-        if c.generation:
-            done = self.event_done(c.event, c.generation)
-            self.index.release(self.id, c.request, LeaseId(c.lease), c.ticket, seen=c.seen, discard=c.discard)
-            self.used(done, c.event, c.generation, c.ticket)
-        else:
-            self.index.release(self.id, c.request, LeaseId(c.lease), c.ticket, seen=c.seen, discard=c.discard)
-            if self.touches:
-                self.event_over(c.ticket)
+        done = self.event_done(c.event, c.generation)
+        lease: Any = c.lease
+        self.index.release(self.id, c.request, lease, c.ticket, seen=c.seen, discard=c.discard)
+        if done:
+            self.event_over(c.ticket)
+        elif self.touches:
+            self.waits.append((c.event, c.generation, c.ticket))
 
     def recorded(self, c: control.Recorded) -> None:
-        self.used(self.event_done(c.event, c.generation), c.event, c.generation, c.ticket)
+        if self.event_done(c.event, c.generation):
+            self.event_over(c.ticket)
+        else:
+            self.waits.append((c.event, c.generation, c.ticket))
 
     def bye(self, c: control.Bye) -> None:
-        done = not (self.touches and c.generation) or self.event_done(c.event, c.generation)
+        done = self.event_done(c.event, c.generation)
         logger.debug("%r says goodbye", self)
         self.handlers = {}
         self.reply(control.Done(c.request))
@@ -176,29 +176,32 @@ class Member(Connection):
             self.sessions.end(self.session)
         if not self.touches:
             self.sessions.drop(self)
+        elif done:
+            self.event_over(FAREWELL)
         else:
-            self.used(done, c.event, c.generation, FAREWELL)
+            self.waits.append((c.event, c.generation, FAREWELL))
 
     # -- events ---------------------------------------------------------------------------------------------
 
     def event_done(self, event: int, generation: int) -> bool:
-        """Whether it is done already. BadRequest if there is no such event, or too many are waited for."""
-        if self.ring is None:
-            raise BadRequest(f"a {self.role} has no events to name", event=event)
-        if self.ring.done(event, generation):
+        """Whether this member's use of its pages, which ends with this event, is over already.
+
+        Of generation 0 there is none to wait for; who touches nothing has none. BadRequest if there is no such event,
+        or too many are waited for.
+        """
+        ring = self.ring
+        if ring is None:
+            if generation:
+                raise BadRequest(f"a {self.role} has no events to name", event=event)
+            return False
+        if not generation or ring.done(event, generation):
             return True
         if len(self.waits) >= MAX_WAITS:
             raise BadRequest(f"{len(self.waits)} events are named and not done; let some finish", waits=len(self.waits))
         return False
 
-    def used(self, done: bool, event: int, generation: int, ticket: int) -> None:
-        """The shard's use of its pages for `ticket` ends with this event."""
-        if done:
-            self.event_over(ticket)
-        else:
-            self.waits.append((event, generation, ticket))
-
     def event_over(self, ticket: int) -> None:
+        """The shard's use of its pages for `ticket` is over."""
         if ticket == FAREWELL:
             self.sessions.shard_gone(self)
             return

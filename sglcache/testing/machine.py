@@ -114,7 +114,6 @@ class IndexMachine(RuleBasedStateMachine):
     def end_session(self, data: st.DataObject) -> None:
         self.program.end(DrawnChooser(data))
 
-    @precondition(lambda self: self.program.alive_after_end())
     @rule(data=st.data())
     def shard_gone(self, data: st.DataObject) -> None:
         self.program.gone(DrawnChooser(data))

@@ -88,6 +88,7 @@ class SessionModel:
     shards: int
     items: list[Item] = field(default_factory=list)  # not applied yet, by ticket
     leases: list[LeaseModel] = field(default_factory=list)  # not over yet
+    owners: list[str] = field(default_factory=list)  # who pinned, in the order in which they came
     replies: int = 0  # commits answered
     ended: bool = False
     gone: set[int] = field(default_factory=set)
@@ -402,12 +403,18 @@ class Model:
                 self.refused(lease)
             else:
                 self.fenced.append(lease)
-        for pin in [pin for pin in self.pins if pin.session is session]:
+        for pin in [pin for pin in self.pins_in_order() if pin.session is session]:
             self.unpin(pin)
 
     def reap(self) -> None:
         """Take back what ended sessions can't use any more: all shards gone, or the release's event done."""
-        for lease in list(self.fenced):
+
+        def turn(lease: LeaseModel) -> int:
+            """Of leases that end at once, the first released was used least recently; the dead's go as they came."""
+            dead = len(lease.session.gone) == lease.session.shards
+            return 0 if dead or lease.release is None else lease.release.ticket
+
+        for lease in sorted(self.fenced, key=turn):
             session, release = lease.session, lease.release
             over = len(session.gone) == session.shards
             if release is not None and release.issued and session.all_over(release):
@@ -496,9 +503,18 @@ class Model:
         for tier, path in pin.held:
             self.hold(tier, path)
         self.pins.append(pin)
+        if pin.owner not in pin.session.owners:
+            pin.session.owners.append(pin.owner)
+
+    def pins_in_order(self) -> list[PinModel]:
+        """In the order in which they go where several go at once: by session, by owner, by age."""
+        sessions = list(self.sessions.values())
+        return sorted(self.pins, key=lambda pin: (sessions.index(pin.session), pin.session.owners.index(pin.owner)))
 
     def unpin(self, pin: PinModel) -> None:
         self.pins.remove(pin)
+        if not any(other.session is pin.session and other.owner == pin.owner for other in self.pins):
+            pin.session.owners.remove(pin.owner)
         for tier, path in pin.held:
             self.let_go(tier, path)
 

@@ -89,6 +89,8 @@ class Rig:
         self.acks: list[tuple[CopyModel, bool]] = []  # acks of write-throughs that wait for an earlier one's
         self.waiting: list[tuple[int, LeaseModel, bytes]] = []  # (request, lease, tokens of an extend)
         self.asked: dict[int, Item] = {}  # requests of commits and releases that were not answered
+        self._places: tuple[dict[Page, int], ...] = ({}, {})  # what was cached after the last turn
+        self._version = 0
         self._committed: list[tuple[Page, ...]] = []  # in this turn
         self.clearing = [0, 0]  # pages of a tier that a clear has still to drop
         self.more = False  # step() has more to do
@@ -136,6 +138,11 @@ class Rig:
             assert self._fingerprint() == before, f"{result!r} changed something"
         effects = self._drain()
         seen = observe(self.index, self.book)
+        places = (dict(seen[DEVICE]), dict(seen[HOST]))
+        assert places == self._places or self.index.version != self._version, (
+            "what is cached changed, `version` did not"
+        )
+        self._places, self._version = places, self.index.version
         self._take_victims(DEVICE, seen, need, keep)
         if then is not None:
             then(result)
@@ -556,18 +563,24 @@ class Rig:
             self.copy_done(copies[0])
 
     def end_session(self, runner: Runner) -> None:
+        self._nothing_more(runner)
+        self.turn(lambda: self.index.end_session(runner.id), lambda _: self.model.ended(runner.session))
+
+    def _nothing_more(self, runner: Runner) -> None:
+        """What it was about to send is never sent."""
         runner.planned.clear()
         for item in runner.session.items:
             if not item.issued and item.lease.release is item:
                 item.lease.release = None
         runner.session.items = [item for item in runner.session.items if item.issued]
-        self.turn(lambda: self.index.end_session(runner.id), lambda _: self.model.ended(runner.session))
 
     def shard_gone(self, runner: Runner, shard: int) -> None:
+        """One of its processes is dead: that ends the session, if nothing has yet."""
+        self._nothing_more(runner)
         runner.session.gone.add(shard)
         for stopped in runner.stopped.values():
             stopped.add(shard)
-        self.turn(lambda: self.index.shard_gone(runner.id, shard), None)
+        self.turn(lambda: self.index.shard_gone(runner.id, shard), lambda _: self.model.ended(runner.session))
 
     def die(self, runner: Runner) -> None:
         """kill -9 of every process of the runner."""
@@ -618,7 +631,7 @@ class Rig:
         return result
 
     def expire(self, now: float) -> int:
-        over = [pin for pin in self.model.pins if pin.expires_at <= now]
+        over = [pin for pin in self.model.pins_in_order() if pin.expires_at <= now]
 
         def then(_: object) -> None:
             for pin in over:
@@ -678,8 +691,12 @@ class Rig:
                 if self.index.cut(self.now, heartbeat):
                     return
 
+        waits, batches = self.index.uncut, len(self.subscriber.batches)
         self.turn(command)
         assert not self.index.uncut
+        sent = len(self.subscriber.batches) - batches
+        assert (sent > 0) is (self.config.events and (waits or heartbeat)), f"{sent} batches, {waits=}, {heartbeat=}"
+        assert waits or sent <= 1
         self.check_mirror()
 
     def _request(self) -> int:

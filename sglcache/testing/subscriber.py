@@ -34,6 +34,7 @@ class Subscriber:
         self.present: list[set[Page]] = [set(), set()]
         self.said: Counter[tuple[int, Page]] = Counter()
         self.clears = 0
+        self.ts = 0.0
         self.batches: list[list[dict[str, Any]]] = []  # every event so far, for tests that look at form
         self.stored_for: dict[Page, list[str | None]] = {}  # the session_id that each storing on the device named
 
@@ -49,8 +50,11 @@ class Subscriber:
         assert msgspec.msgpack.encode(batch) == publish.payload, (
             "the bytes are not what msgspec makes of the same batch"
         )
-        _, events, rank = batch
+        ts, events, rank = batch
         assert rank == self.rank
+        assert isinstance(ts, float)
+        assert ts >= self.ts, f"a batch of {ts} behind one of {self.ts}"
+        self.ts = ts
         if not self.batches:
             assert events, "a life starts with AllBlocksCleared, not with a heartbeat"
             assert events[0]["type"] == "AllBlocksCleared", f"a life starts with {events[0]}"

@@ -136,7 +136,7 @@ def test_the_echo_answers_frames_however_they_arrive() -> None:
             self.written += data
 
     transport = Transport()
-    echo = rpc.Echo({20: rpc.frame(8), 30: rpc.frame(9)})
+    echo = rpc.Echo({20: (rpc.frame(8), 0.0), 30: (rpc.frame(9), 1e-6)})
     echo.connection_made(transport)  # type: ignore[arg-type]
     sent = rpc.frame(20) + rpc.frame(30) + rpc.frame(20)
     for start_at in range(0, len(sent), 7):
@@ -151,6 +151,7 @@ def test_rpc_measures_a_real_daemon() -> None:
     assert row["frame_bytes"][0] > 64 * 4
     assert row["frame_bytes"][1] > 64 // 16 * 4
     assert row["ratio"] > 0
+    assert row["busy_echo_p50_us"] > row["index_acquire_us"] > 0
 
 
 def test_start_measures_real_starts() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -271,8 +270,7 @@ def test_a_discarded_commit_never_takes_effect(daemon: Daemon) -> None:
 
 def test_a_commit_whose_event_never_came_is_dropped_at_the_end_of_the_session(daemon: Daemon) -> None:
     with Puppet(daemon.socket) as puppet:
-        puppet.do("ring = EventRing(4); ring.record_unrung = ring.reserve; cache = Client(socket, ring=ring)")
-        puppet.do("lease = cache.acquire(range(64)); lease.commit_begin(); cache.ping()")
+        puppet.do(HOLD + "lease = cache.acquire(range(64)); lease.commit_begin(); cache.ping()")
         puppet.process.kill()
         until(lambda: daemon.status()["sessions"] == [])
     with daemon.observer() as observer:
@@ -282,32 +280,32 @@ def test_a_commit_whose_event_never_came_is_dropped_at_the_end_of_the_session(da
 # -- the end ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own(folder: Path) -> Iterator[Daemon]:
-    with Daemon(folder, pool={"num_shards": 2}) as daemon:
-        yield daemon
+HOLD = """
+ring, held = EventRing(4), []
+def record_unrung():
+    held.append(ring.reserve())
+    return held[-1]
+ring.record_unrung = record_unrung
+cache = Client(socket, ring=ring)
+"""
 
 
-def test_a_release_whose_event_comes_after_the_sessions_end_gives_its_pages_back(own: Daemon) -> None:
+def test_a_release_whose_event_comes_after_the_sessions_end_gives_its_pages_back(daemon: Daemon) -> None:
     """The socket is gone and the process lives: the event that was named still counts, and no other."""
-    ring = Held()
-    runner = own.client(ring=ring)
-    released, held = runner.acquire(TOKENS), runner.acquire([9, *TOKENS])
-    released.release_begin()
-    held.commit_begin()
-    runner.ping()
-    runner._connection.close()
-    until(lambda: own.pool()["fenced"] == 16 + 17)
-    ring.let_go()
-    until(lambda: own.pool()["fenced"] == 17)
-    ring.let_go()  # a commit's: it was dropped, and its lease was not released
-    with own.observer() as observer:
-        observer.ping()
-    assert own.pool()["fenced"] == 17
+    with Puppet(daemon.socket) as puppet:
+        puppet.do(HOLD + "released, kept = cache.acquire(range(64)), cache.acquire(range(1, 69))")
+        puppet.do("released.release_begin(); kept.commit_begin(); cache.ping(); cache._connection.close()")
+        until(lambda: daemon.pool()["fenced"] == 16 + 17)
+        puppet.do("ring.complete(*held.pop(0))")
+        until(lambda: daemon.pool()["fenced"] == 17)
+        puppet.do("ring.complete(*held.pop(0))")  # a commit's: it was dropped, and its lease was not released
+        assert daemon.pool()["fenced"] == 17
+    until(lambda: daemon.status()["sessions"] == [])
 
 
-def test_a_killed_worker_ends_the_session_once(own: Daemon) -> None:
-    with own.client(role="scheduler") as scheduler, Puppet(own.socket) as one, Puppet(own.socket) as other:
+def test_a_killed_worker_ends_the_session_once(daemon: Daemon) -> None:
+    before = sessions_ended(daemon)
+    with daemon.client(role="scheduler") as scheduler, Puppet(daemon.socket) as one, Puppet(daemon.socket) as other:
         for shard, puppet in enumerate((one, other)):
             puppet.do(f"worker = Worker(bytes.fromhex('{scheduler.token.hex()}'), {shard}, socket)")
         lease = scheduler.acquire(TOKENS)
@@ -317,7 +315,7 @@ def test_a_killed_worker_ends_the_session_once(own: Daemon) -> None:
         scheduler.wait(ticket)
         pending = lease.commit_begin()
         one.do(f"worker.record({pending})")
-        own.settle()
+        daemon.settle()
 
         one.process.kill()
 
@@ -329,13 +327,16 @@ def test_a_killed_worker_ends_the_session_once(own: Daemon) -> None:
         with pytest.raises(SessionEnded):
             other.do("worker.ping()")
         # The other worker may still write.
-        status = own.status()
-        assert status["counters"]["sessions_ended"] == 1
-        assert own.pool()["fenced"] == 8
+        assert sessions_ended(daemon) == before + 1
+        assert daemon.pool()["fenced"] == 8
         other.do("worker.close()")
-        until(lambda: own.pool()["fenced"] == 0)
-        assert own.status()["counters"]["sessions_ended"] == 1
-        assert scheduler_view(own) == 32
+        until(lambda: daemon.pool()["fenced"] == 0)
+        assert sessions_ended(daemon) == before + 1
+        assert scheduler_view(daemon) == 32
+
+
+def sessions_ended(daemon: Daemon) -> int:
+    return int(daemon.status()["counters"]["sessions_ended"])
 
 
 def scheduler_view(daemon: Daemon) -> int:
@@ -343,33 +344,34 @@ def scheduler_view(daemon: Daemon) -> int:
         return observer.peek(TOKENS).device_tokens
 
 
-def test_a_second_death_changes_nothing(own: Daemon) -> None:
-    with own.client(role="scheduler") as scheduler, Puppet(own.socket) as one, Puppet(own.socket) as other:
+def test_a_second_death_changes_nothing(daemon: Daemon) -> None:
+    before = sessions_ended(daemon)
+    with daemon.client(role="scheduler") as scheduler, Puppet(daemon.socket) as one, Puppet(daemon.socket) as other:
         for shard, puppet in enumerate((one, other)):
             puppet.do(f"worker = Worker(bytes.fromhex('{scheduler.token.hex()}'), {shard}, socket)")
         scheduler.acquire(TOKENS)
         one.process.kill()
         other.process.kill()
-        until(lambda: own.pool()["fenced"] + own.pool()["leased"] == 0)
-        assert own.status()["counters"]["sessions_ended"] == 1
+        until(lambda: daemon.pool()["fenced"] + daemon.pool()["leased"] == 0)
+        assert sessions_ended(daemon) == before + 1
 
 
-def test_a_workers_farewell_ends_the_session_and_frees_its_shard_only(own: Daemon) -> None:
-    rig = Rig(own)
+def test_a_workers_farewell_ends_the_session_and_frees_its_shard_only(daemon: Daemon) -> None:
+    rig = Rig(daemon)
     rig.scheduler.acquire(TOKENS)
     rig.workers[0].close()
     with pytest.raises(SessionEnded):
         rig.scheduler.ping()
-    assert own.pool()["fenced"] == 16
+    assert daemon.pool()["fenced"] == 16
     rig.workers[1].close()
-    assert own.pool()["fenced"] == 0
+    assert daemon.pool()["fenced"] == 0
     rig.close()
-    assert own.status()["sessions"] == []
+    assert daemon.status()["sessions"] == []
 
 
-def test_a_farewell_whose_event_is_held_back_frees_nothing_yet(own: Daemon) -> None:
+def test_a_farewell_whose_event_is_held_back_frees_nothing_yet(daemon: Daemon) -> None:
     ring = Held()
-    runner = own.client(ring=ring)
+    runner = daemon.client(ring=ring)
     runner.acquire(TOKENS)
     with runner._connection.lock:
         from sglcache.wire import control
@@ -378,16 +380,16 @@ def test_a_farewell_whose_event_is_held_back_frees_nothing_yet(own: Daemon) -> N
         runner._connection.send(control.Bye(99, event, generation))
         runner._connection.wait(99)
     runner._connection.close()
-    until(lambda: own.pool()["fenced"] == 16)
+    until(lambda: daemon.pool()["fenced"] == 16)
     ring.complete(event, generation)
-    until(lambda: own.pool()["fenced"] == 0)
-    until(lambda: own.status()["sessions"] == [])
+    until(lambda: daemon.pool()["fenced"] == 0)
+    until(lambda: daemon.status()["sessions"] == [])
 
 
-def test_after_its_farewell_a_member_says_nothing(own: Daemon) -> None:
+def test_after_its_farewell_a_member_says_nothing(daemon: Daemon) -> None:
     from sglcache.wire import control
 
-    runner = own.client()
+    runner = daemon.client()
     with runner._connection.lock:
         runner._connection.send(control.Bye(98))
         runner._connection.send(control.Acquire(99, b"\0" * 4))
@@ -397,8 +399,8 @@ def test_after_its_farewell_a_member_says_nothing(own: Daemon) -> None:
     runner.close()
 
 
-def test_a_runner_of_all_shards_maps_them_all(own: Daemon) -> None:
-    with own.client() as runner:
+def test_a_runner_of_all_shards_maps_them_all(daemon: Daemon) -> None:
+    with daemon.client() as runner:
         assert [pool.shard for pool in runner.pools] == [0, 1]
         with pytest.raises(BadRequest, match="pools"):
             _ = runner.pool
@@ -408,8 +410,8 @@ def test_a_runner_of_all_shards_maps_them_all(own: Daemon) -> None:
             lease.commit()
 
 
-def test_errors_have_their_types_and_numbers(own: Daemon) -> None:
-    with own.client() as runner:
+def test_errors_have_their_types_and_numbers(daemon: Daemon) -> None:
+    with daemon.client() as runner:
         with pytest.raises(NoSpace) as caught:
             runner.acquire(range(4 * 257))
         assert (caught.value.need, caught.value.free, caught.value.tier) == (257, 256, "DEVICE")

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglcache import paths
+from sglcache.errors import ConfigError
+
+
+def test_a_named_socket_is_the_socket() -> None:
+    assert paths.socket_path(3, {"SGLCACHE_SOCKET": "/a/b"}) == Path("/a/b")
+
+
+def test_the_runtime_folder_comes_first_and_a_private_one_of_the_users_else() -> None:
+    assert paths.socket_path(2, {"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/sglcache/rank-2.sock")
+    for environ in ({}, {"XDG_RUNTIME_DIR": ""}):
+        assert paths.socket_path(0, environ) == Path(f"/tmp/sglcache-{os.geteuid()}/rank-0.sock")
+
+
+def test_the_state_folder() -> None:
+    assert paths.state_dir({"XDG_STATE_HOME": "/s"}) == Path("/s/sglcache")
+    assert paths.state_dir({"HOME": "/h"}) == Path("/h/.local/state/sglcache")
+
+
+def test_a_private_folder_is_made_and_is_ours_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "sglcache"
+    paths.make_private(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    paths.make_private(folder)
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match="0750"):
+        paths.make_private(folder)
+
+
+def test_a_folder_that_another_put_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = tmp_path / "ours"
+    ours.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(ours)
+    (tmp_path / "file").touch(0o700)
+    for trap in ("link", "file"):
+        with pytest.raises((ConfigError, FileExistsError)):
+            paths.make_private(tmp_path / trap)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="12345"):
+        paths.check_private(ours)
+
+
+def test_a_name_too_long_for_a_socket_is_refused() -> None:
+    paths.check_length(Path("/" + "x" * (paths.MAX_SOCKET_PATH - 1)))
+    with pytest.raises(ConfigError, match="108 bytes"):
+        paths.check_length(Path("/" + "x" * paths.MAX_SOCKET_PATH))
