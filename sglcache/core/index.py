@@ -305,7 +305,8 @@ class Index:
         counters["host_matched_tokens"] += (matched_bytes - device_bytes) // TOKEN_BYTES
 
         lease = Lease(LeaseId(self._id()), s, namespace, tokens)
-        lease.session_id = session_id
+        if session_id is not None:
+            lease.session_id = session_id
         s.leases[lease.id] = self.leases[lease.id] = lease
         if path:
             if on_device:

@@ -19,44 +19,26 @@ from sglcache.units import LeaseId, SessionId, TicketId, Tier
 class Lease:
     """A runner's claim on a page table: a pinned cached prefix, then pages of its own."""
 
-    __slots__ = (
-        "committed",
-        "duplicates",
-        "extending",
-        "failed",
-        "host_node",
-        "id",
-        "load",
-        "namespace",
-        "node",
-        "releasing",
-        "renamed",
-        "reported",
-        "session",
-        "session_id",
-        "slots",
-        "tokens",
-        "waiting",
-    )
+    # What a lease begins with; an instance holds only what differs.
+    session_id: str | None = None  # of the request, for the events; nothing else looks at it
+    slots = b""  # int32 [num_pages]: the page table as the runner last heard it
+    node: Node | None = None  # where the device pin ends, `committed` pages deep; None: at the root
+    host_node: Node | None = None  # where the host pin ends
+    committed = 0  # pages from here on are the lease's own
+    reported = 0  # pages whose canonical slots the runner knows
+    renamed = False  # the tree's pages stand in `slots` where the runner still knows its own
+    load: Ticket | None = None
+    failed = False  # the load-back went wrong: what was computed on it must not be committed
+    waiting = False  # for room: it has a pin and no page yet
+    extending = False  # for room for more of them
+    releasing = False
 
     def __init__(self, id: LeaseId, session: Session, namespace: Namespace, tokens: bytes) -> None:
         self.id = id
         self.session = session
         self.namespace = namespace
         self.tokens = tokens  # uint32 little-endian
-        self.session_id: str | None = None  # of the request, for the events; nothing else looks at it
-        self.slots = b""  # int32 [num_pages]: the page table as the runner last heard it
-        self.node: Node | None = None  # where the device pin ends, `committed` pages deep; None: at the root
-        self.host_node: Node | None = None  # where the host pin ends
-        self.committed = 0  # pages from here on are the lease's own
-        self.reported = 0  # pages whose canonical slots the runner knows
-        self.renamed = False  # the tree's pages stand in `slots` where the runner still knows its own
         self.duplicates: list[tuple[int, bytes]] = []  # (number of the reply that named better ones, slots)
-        self.load: Ticket | None = None
-        self.failed = False  # the load-back went wrong: what was computed on it must not be committed
-        self.waiting = False  # for room: it has a pin and no page yet
-        self.extending = False  # for room for more of them
-        self.releasing = False
 
     @property
     def num_pages(self) -> int:
