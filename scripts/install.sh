@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Makes .venv with everything in it: torch (pinned), sglcache (editable), the development tools. Run again, it mends.
 #   TORCH=cpu|cuda    which build of torch; without it: CUDA where an NVIDIA driver is present, else CPU
+#   TORCH_INDEX=URL   where the CPU build is, if pip's own sources don't have it: PyTorch's CPU wheel index, whose
+#                     address pytorch.org gives under "Get started". Without it pip's sources decide, and on
+#                     x86-64 the plain package of the default one is the CUDA build: it works, and is some gigabytes
 #   PYTHON=...        the Python to build the environment from (3.11 or later)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 torch_version=2.13.0
-cpu_index=https://download.pytorch.org/whl/cpu
 venv=.venv
 python=${PYTHON:-python3}
 
@@ -36,16 +38,13 @@ cpu)
         "${pip[@]}" uninstall -qq --yes torch
         have=
     fi
-    # Torch's own index has the CPU build, which pip prefers over the plain one for its longer version. Where that
-    # index can't be reached, take what pip's other sources have: it works, but may be the CUDA build's gigabytes.
     if [ "${have%%+*}" != "$torch_version" ]; then
         echo "install: torch $torch_version, CPU build"
-        sources=(--extra-index-url "$cpu_index")
-        "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu_index/', timeout=10)" 2>/dev/null || {
-            echo "install: $cpu_index can't be reached; taking pip's default source"
-            sources=()
-        }
-        "${pip[@]}" install -qq "${sources[@]}" "torch==$torch_version"
+        sources=()
+        if [ -n "${TORCH_INDEX:-}" ]; then sources=(--extra-index-url "$TORCH_INDEX"); fi
+        # The CPU build names itself "+cpu" where there is a choice; where there is none, the plain one is what there is.
+        "${pip[@]}" install -qq "${sources[@]}" "torch==$torch_version+cpu" 2>/dev/null ||
+            "${pip[@]}" install -qq "${sources[@]}" "torch==$torch_version"
     fi
     ;;
 cuda)
