@@ -280,7 +280,7 @@ class Index:
         on_device = len(path)
         device_bytes = matched_bytes = 0
         for i, node in enumerate(path):
-            matched_bytes += len(node.key)
+            matched_bytes += node.num_bytes
             if node.cells[DEVICE] is not None:
                 device_bytes = matched_bytes
             elif on_device > i:
@@ -390,7 +390,7 @@ class Index:
         path, partial, at = self._match(space.root, tokens, len(tokens) - len(tokens) % self.page_bytes)
         device = matched = 0
         for node in path:
-            matched += len(node.key)
+            matched += node.num_bytes
             if node.cells[DEVICE] is not None:
                 device = matched
         if partial is not None:
@@ -417,7 +417,7 @@ class Index:
         self._moves += 1
         for c, node in enumerate(nodes):
             self.tree.pin(c, node)
-        num_bytes = sum(len(node.key) for node in path)
+        num_bytes = sum(node.num_bytes for node in path)
         s.pins.setdefault(owner, []).append(Pin(nodes, expires_at, num_bytes // self.page_bytes))
         return num_bytes // TOKEN_BYTES
 
@@ -829,13 +829,13 @@ class Index:
             at = start // page_bytes * SLOT_BYTES
             child = tree.child(node, key, start)
             if child is None:
-                node = tree.add(node, key[start:end])
+                node = tree.add(node, key, start, end)
                 node.cells[DEVICE] = slots[at : num_pages * SLOT_BYTES]
                 changed.append(node)
                 break
             if not (start + len(child.key) <= end and key.startswith(child.key, start)):
                 child = tree.split(child, tree.common_pages(child.key, key, start, end))
-            start += len(child.key)
+            start += child.num_bytes
             mine = slots[at : start // page_bytes * SLOT_BYTES]
             run = child.cells[DEVICE]
             if run is None:
@@ -945,7 +945,7 @@ class Index:
         if log is None:
             return
         if not node.space.published:
-            self.counters["unpublished_pages"] += len(node.key) // self.page_bytes
+            self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes
         elif present:
             log.stored(node, Tier(c), session_id)
         else:
@@ -1018,7 +1018,7 @@ class Index:
         room = pool.free + pool.evictable
         need = count = 0
         for each in chain:
-            pages = len(each.key) // self.page_bytes
+            pages = each.num_bytes // self.page_bytes
             if need + pages > room:
                 break
             need += pages
@@ -1026,12 +1026,12 @@ class Index:
         if count and not self._evict(HOST, need):
             need = count = 0
             for each in chain:
-                pages = len(each.key) // self.page_bytes
+                pages = each.num_bytes // self.page_bytes
                 if need + pages > pool.free:
                     break
                 need += pages
                 count += 1
-        skipped = sum(len(each.key) for each in chain[count:]) // self.page_bytes
+        skipped = sum(each.num_bytes for each in chain[count:]) // self.page_bytes
         if skipped:
             self.counters["backup_pages_skipped"] += skipped
         if not count:
@@ -1042,7 +1042,7 @@ class Index:
         pool.cached += need
         at = 0
         for each in chain:
-            size = len(each.key) // self.page_bytes * SLOT_BYTES
+            size = each.num_bytes // self.page_bytes * SLOT_BYTES
             each.cells[HOST] = slots[at : at + size]
             each.writing |= 1 << HOST
             at += size
@@ -1063,7 +1063,7 @@ class Index:
         while left:
             assert node is not None
             nodes.append(node)
-            left -= len(node.key) // self.page_bytes
+            left -= node.num_bytes // self.page_bytes
             node = node.parent
         nodes.reverse()
         return nodes

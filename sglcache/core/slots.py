@@ -48,12 +48,12 @@ class SlotPool:
     def evictable(self) -> int:
         return self.cached - self.locked
 
-    def take(self, count: int) -> list[bytes]:
-        """`count` free slots, int32, in pieces. The caller has made sure that there are so many, and counts them."""
+    def take(self, count: int) -> list[bytes | memoryview]:
+        """`count` free slots, int32, in pieces to be joined. The caller has made sure that there are so many."""
         assert count <= self.free, f"take({count}) from {self.free} free slots"
         self.free -= count
         need = count * SLOT_BYTES
-        taken = []
+        taken: list[bytes | memoryview] = []
         crumbs = self._crumbs
         if crumbs and need:
             taken.append(bytes(crumbs[-need:]))
@@ -62,7 +62,7 @@ class SlotPool:
         left = self._left
         while need > left:
             if left:
-                taken.append(self._run[:left])
+                taken.append(memoryview(self._run)[:left])
                 need -= left
             if not self._runs:
                 self._run, left = b"", 0
@@ -70,7 +70,7 @@ class SlotPool:
             self._run = self._runs.pop()
             left = len(self._run)
         if left:
-            taken.append(self._run[left - need : left])
+            taken.append(memoryview(self._run)[left - need : left])
             left -= need
         elif need:
             first = self._virgin

@@ -40,17 +40,54 @@ V = TypeVar("V")
 class Node:
     """A run of pages under one parent."""
 
-    __slots__ = ("cells", "children", "hashes", "key", "parent", "space", "writing")
+    __slots__ = ("_skip", "_text", "cells", "children", "hashes", "num_bytes", "parent", "space", "writing")
+
+    _text: bytes
+    _skip: int
+    num_bytes: int  # of the key
 
     def __init__(self, space: Space, parent: Node | None, key: bytes, cells: list[Any]) -> None:
         self.space = space
         self.parent = parent  # None: a namespace's root, which has no cells
-        self.key = key  # uint32 little-endian, whole pages
+        self.key = key
         # None, a lone child itself, or a table by first page: most nodes have one child, and need no hash for it.
         self.children: Node | dict[bytes, Node] | Fanout[bytes, Node] | None = None
         self.cells = cells
         self.writing = 0
         self.hashes: Hashes | None = None
+
+    @property
+    def key(self) -> bytes:
+        """The run's tokens: uint32 little-endian, whole pages."""
+        skip = self._skip
+        if skip:
+            self._text = self._text[skip : skip + self.num_bytes]
+            self._skip = 0
+        return self._text
+
+    @key.setter
+    def key(self, key: bytes) -> None:
+        self._text = key
+        self._skip = 0
+        self.num_bytes = len(key)
+
+    def lie_in(self, text: bytes, start: int, end: int) -> None:
+        """Have `text[start:end]` for a key, copied when someone first asks for it.
+
+        Most leaves are evicted before anyone does, and on a long prompt the copy is half of a commit. The text is kept
+        whole until then: only where what lies around the key is an eighth of it at most.
+        """
+        size = end - start
+        if start and (len(text) - size) * 8 <= size:
+            self._text = text
+            self._skip = start
+            self.num_bytes = size
+        else:
+            self.key = text[start:end]
+
+    def first(self, num_bytes: int) -> bytes:
+        """The beginning of `key`, without making one."""
+        return self._text[self._skip : self._skip + num_bytes]
 
     def __repr__(self) -> str:
         return f"Node({len(self.key) // 4} tokens, cells={self.cells[: len(self.cells) // 4]})"
@@ -159,19 +196,20 @@ class Tree:
         else:
             yield from children.values()  # type: ignore[union-attr]
 
-    def add(self, parent: Node, key: bytes) -> Node:
-        """A new node without any cell under `parent`, which has no child that starts alike."""
-        node = Node(parent.space, parent, key, [None] * self.C + [0] * self.C + [None] * (2 * self.C))
+    def add(self, parent: Node, text: bytes, start: int = 0, end: int | None = None) -> Node:
+        """A new node of `text[start:end]`, without any cell, under `parent`, which has no child that starts alike."""
+        node = Node(parent.space, parent, b"", [None] * self.C + [0] * self.C + [None] * (2 * self.C))
+        node.lie_in(text, start, len(text) if end is None else end)
         children = parent.children
         if children is None:
             parent.children = node
         else:
             page_bytes = self.page_bytes
             if type(children) is Node:
-                children = parent.children = {children.key[:page_bytes]: children}
+                children = parent.children = {children.first(page_bytes): children}
             elif len(children) == FANOUT and type(children) is dict:  # type: ignore[arg-type]
                 children = parent.children = Fanout(children)
-            children[key[:page_bytes]] = node  # type: ignore[index]
+            children[node.first(page_bytes)] = node  # type: ignore[index]
         self.num_nodes += 1
         return node
 
@@ -184,7 +222,7 @@ class Tree:
         if type(children) is Node:
             parent.children = None
         else:
-            del children[node.key[: self.page_bytes]]  # type: ignore[union-attr]
+            del children[node.first(self.page_bytes)]  # type: ignore[union-attr]
             if len(children) == 1:  # type: ignore[arg-type]
                 parent.children = next(iter(children.values()))  # type: ignore[union-attr]
         node.parent = None
