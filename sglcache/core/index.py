@@ -38,6 +38,7 @@ from sglcache.units import LeaseId, SessionId, TicketId, Tier
 
 DEVICE, HOST = 0, 1  # cells; with one resource a cell's number is its tier's
 MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
+STALE_EVENTS = 256
 MERGE_LIMIT = 16  # nodes joined by one command
 
 
@@ -764,6 +765,8 @@ class Index:
             queue.popleft()
             del s.events[op.ticket]
             s.last_done = op.ticket
+            if len(s.events) > STALE_EVENTS:  # of tickets whose command was refused: nobody will ask for them
+                s.events = {ticket: mask for ticket, mask in s.events.items() if ticket > op.ticket}
             if op.seen and s.with_duplicates:
                 self._drop_duplicates(s, op.seen)
             if lease is None:

@@ -9,7 +9,7 @@ import pytest
 
 from sglcache.core import index as index_module
 from sglcache.core.effects import Grant
-from sglcache.core.index import Index
+from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, pack
 from sglcache.errors import BadRequest, Changed, NoSpace, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import LeaseModel
@@ -229,3 +229,18 @@ def test_whoever_waits_may_be_refused_in_the_end() -> None:
     assert isinstance(r.wakes[-1].result, NoSpace)
     assert r.index.stats().num_leases == 0
     r.settle()
+
+
+def test_events_of_refused_commands_are_forgotten() -> None:
+    """Workers record a ticket whether or not its command was refused; a long session must not fill up with these."""
+    index = Index(IndexConfig(page_size=1, num_pages=8, events=False))
+    session = index.open_session()
+    grant = index.acquire(session, 1, pack([1, 2, 3]))
+    assert grant is not None
+    for ticket in range(1, 2000, 2):
+        with pytest.raises(BadRequest):
+            index.commit(session, 2, grant.lease, ticket, tokens=99)
+        index.event_done(session, ticket)
+        index.commit(session, 3, grant.lease, ticket + 1)
+        index.event_done(session, ticket + 1)
+    assert len(index.sessions[session].events) <= 257
