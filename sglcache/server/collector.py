@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 
-EVERY = 20_000  # containers, made less freed
+EVERY = 8_000  # containers, made less freed
 
 
 class Collector:
