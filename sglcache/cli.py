@@ -115,7 +115,9 @@ def serve(file: Path | None, overrides: tuple[str, ...], check: bool, verbose: i
         click.echo(_first_screen(served.status(), time.perf_counter() - started))
         sys.stdout.flush()
 
-    return rank.run(settings, ready)
+    code = rank.run(settings, ready)
+    click.echo("drained and stopped" if code == 0 else f"stopped with {code}")
+    return code
 
 
 def _first_screen(facts: dict[str, Any], start_s: float) -> str:

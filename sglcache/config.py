@@ -120,7 +120,7 @@ class EventsConfig(Section):
         default="tcp://127.0.0.1:5557", description="Where the publisher binds (ZMQ PUB); port 0: the system's choice."
     )
     replay_endpoint: Endpoint = Field(
-        default="tcp://127.0.0.1:5657", description="Where replay and snapshots are answered (ZMQ ROUTER)."
+        default="tcp://127.0.0.1:5657", description="Where replay is answered (ZMQ ROUTER)."
     )
     topic: str = Field(default="", max_length=256, description="First frame of every message.")
     hash: Literal["xxh3_128", "sha256"] = Field(
@@ -133,7 +133,7 @@ class EventsConfig(Section):
     ring_bytes: int = Field(
         default=64 << 20,
         ge=1 << 16,
-        description="Bytes of encoded batches kept for replay; an older start gets a snapshot instead.",
+        description="Bytes of encoded batches kept for replay; an older start gets what is there.",
     )
     heartbeat_s: float = Field(
         default=1.0, gt=0, le=60, description="Seconds of silence after which an empty batch is sent."

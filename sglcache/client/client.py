@@ -251,6 +251,8 @@ class Client(Member):
         At most `limit` tokens are matched. NoSpace: locks leave too few pages, and nothing was changed.
         """
         packed = pack(tokens)
+        _check_counts(limit=limit, reserve=reserve, priority=priority)
+        _check_names(lora=lora, extra_key=extra_key, cache_salt=cache_salt, session_id=session_id, tenant=tenant)
         connection = self._connection
         with connection.lock:
             answer = self._call(
@@ -289,6 +291,7 @@ class Client(Member):
     ) -> Peeked:
         """How far a match would reach, without changing anything, not even the order of eviction."""
         packed = pack(tokens)
+        _check_names(lora=lora, extra_key=extra_key, cache_salt=cache_salt)
         with self._connection.lock:
             facts = self._facts(control.Peek(self._connection.number(), packed, lora, extra_key, cache_salt))
         return Peeked(facts["device_tokens"], facts["matched_tokens"])
@@ -305,6 +308,9 @@ class Client(Member):
     ) -> int:
         """Keep what is cached of `tokens` from eviction for `ttl_s` seconds, in the name of `owner`; its tokens."""
         packed = pack(tokens)
+        _check_names(owner=owner, lora=lora, extra_key=extra_key, cache_salt=cache_salt)
+        if not 0 < ttl_s <= control.MAX_TTL_S:
+            raise BadRequest(f"ttl_s={ttl_s}: more than 0 and at most {control.MAX_TTL_S} seconds", argument="ttl_s")
         with self._connection.lock:
             command = control.Pin(self._connection.number(), packed, owner, float(ttl_s), lora, extra_key, cache_salt)
             return int(self._facts(command)["pinned_tokens"])
@@ -424,6 +430,21 @@ class Worker(Member):
         """My work for the scheduler's `ticket` is done: all that I have written so far is behind this."""
         with self._connection.lock:
             self._connection.send(control.Recorded(ticket, *self._record()))
+
+
+def _check_counts(**counts: int | None) -> None:
+    """What the frame could not carry is refused here, by its name: there it would end the connection."""
+    for name, count in counts.items():
+        least = -control.MAX_COUNT if name == "priority" else 0
+        if count is not None and not least <= count <= control.MAX_COUNT:
+            raise BadRequest(f"{name}={count}: {least} to {control.MAX_COUNT}", argument=name)
+
+
+def _check_names(**names: str | None) -> None:
+    for name, text in names.items():
+        most = control.MAX_SALT if name in ("extra_key", "cache_salt") else control.MAX_NAME
+        if text is not None and len(text) > most:
+            raise BadRequest(f"{name} of {len(text)} characters: at most {most}", argument=name)
 
 
 def _name(name: str | None) -> str:

@@ -48,7 +48,8 @@ class Lease:
     def slots(self) -> npt.NDArray[np.int32]:
         """int32 [num_pages]: where page i of the tokens lives on the device. A new array after extend and commit."""
         if self._slots is None:
-            self._slots = np.frombuffer(self._table, "<i4")
+            # A copy: torch warns of arrays that can't be written.
+            self._slots = np.frombuffer(self._table, "<i4").copy()
         return self._slots
 
     @property

@@ -19,8 +19,12 @@ HEADER = 4
 
 U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
 U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Name = Annotated[str, Meta(max_length=256)]
-Salt = Annotated[str, Meta(max_length=4096)]
+MAX_COUNT = (1 << 31) - 1
+MAX_NAME = 256  # characters
+MAX_SALT = 4096
+MAX_TTL_S = 86400.0
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Salt = Annotated[str, Meta(max_length=MAX_SALT)]
 Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
@@ -170,7 +174,7 @@ class Pin(Frame):
     request: U63
     tokens: Tokens
     owner: Name
-    ttl_s: Annotated[float, Meta(gt=0, le=86400)]
+    ttl_s: Annotated[float, Meta(gt=0, le=MAX_TTL_S)]
     lora: Name | None = None
     extra_key: Salt | None = None
     cache_salt: Salt | None = None

@@ -152,6 +152,7 @@ def test_what_is_cached_makes_room(client: Client) -> None:
     for start in range(0, 100_000, 10_000):
         with client.acquire(range(start, start + 4 * 100)) as lease:
             lease.commit()
+        until(lambda: not client.status()["gauges"]["num_copies"])  # what is being written through can't be evicted
     assert client.status()["counters"]["evicted_device_pages"] > 0
 
 
@@ -396,3 +397,20 @@ def test_the_socket_is_found_by_the_rule(daemon: Daemon, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     with pytest.raises(Unavailable, match=r"/nowhere/sglcache/rank-3\.sock"):
         Client(rank=(1, 1), dp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("limit", -1), ("reserve", 1 << 31), ("priority", 1 << 70), ("lora", "x" * 257), ("cache_salt", "x" * 5000)],
+)
+def test_a_wrong_argument_is_refused_by_name_and_costs_nothing(client: Client, argument: str, value: object) -> None:
+    with pytest.raises(BadRequest, match=argument):
+        client.acquire([1, 2, 3], **{argument: value})  # type: ignore[arg-type]
+    client.ping()
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 86401.0])
+def test_a_wrong_ttl_is_refused(client: Client, ttl_s: float) -> None:
+    with pytest.raises(BadRequest, match="ttl_s"):
+        client.pin([1, 2, 3], "me", ttl_s)
+    client.ping()

@@ -15,7 +15,7 @@ import zmq
 
 from sglcache.errors import ClosedError, ConfigError
 from sglcache.net.endpoints import Ipc, parse
-from sglcache.net.publisher import END_SEQ, ENTRY_OVERHEAD, MAX_ANSWERS, Entry, Publisher
+from sglcache.net.publisher import END_SEQ, ENTRY_OVERHEAD, MAX_ANSWERS, TURN_MESSAGES, Entry, Publisher
 
 ANY = parse("tcp://127.0.0.1:0")
 TOPIC = "kv@10.0.0.5@m1"
@@ -408,9 +408,17 @@ def test_a_long_answer_is_sent_in_slices_and_readers_take_turns(make: Callable[.
     for seq in range(1, 1001):
         publisher.append(seq, b"x")
     one, other = (peers.ask(publisher, b"", be64(1)) for _ in range(2))
-    serve(publisher, lambda: publisher.stats().replay_requests == 2)
-    assert publisher.stats().replayed_batches < 200
-    serve(publisher, lambda: publisher.stats().readers == 0)
+    turns, sent = 0, 0
+
+    def ended() -> bool:
+        nonlocal turns, sent
+        now = publisher.stats().replayed_batches
+        assert now - sent <= TURN_MESSAGES, "one turn sent more than a turn's worth"
+        turns, sent = turns + (now > sent), now
+        return publisher.stats().replay_requests == 2 and publisher.stats().readers == 0
+
+    serve(publisher, ended)
+    assert turns >= 2000 // TURN_MESSAGES
     for reader in (one, other):
         assert numbers(answer(publisher, reader)[:-1]) == list(range(1, 1001))
 
