@@ -52,7 +52,8 @@ PURE = {
 
 # Third-party packages that have one home. Elsewhere they would bring their start-up time and their kind of failure.
 HOME = {
-    "torch": {"memory", "client", "testing", "bench"},
+    "torch": {"memory", "client", "testing", "bench", "integrations"},
+    "transformers": {"integrations"},
     "zmq": {"net", "client", "testing", "bench"},
     "aiohttp": {"server"},
     "prometheus_client": {"server"},

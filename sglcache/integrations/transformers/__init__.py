@@ -1,0 +1,20 @@
+"""A model runner on Hugging Face transformers whose KV lives in the daemon's pages. Needs `sglcache[transformers]`.
+
+    client = sglcache.Client()
+    runner = Runner(client, PagedModel(model, client))
+    request = runner.submit(prompt, max_new_tokens=32)
+    runner.run()
+    request.output
+
+`pool_settings(model.config, ...)` is the daemon's `[pool]` for a model. `Runner` decides (leases, chunks, batches,
+sampling) and touches no page; `PagedModel` computes and touches no lease. With the model's heads spread over
+processes, `ShardedModel` stands in for `PagedModel`, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from sglcache.integrations.transformers.geometry import check_geometry, pool_settings
+from sglcache.integrations.transformers.model import Executor, PagedModel, Part
+from sglcache.integrations.transformers.runner import Request, Runner
+
+__all__ = ["Executor", "PagedModel", "Part", "Request", "Runner", "check_geometry", "pool_settings"]

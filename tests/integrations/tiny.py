@@ -1,0 +1,103 @@
+"""Small models with random weights, and what they say without our cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+VOCAB = 199
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=2, **SIZES)),
+    "deepseek_v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**LATENT, **SIZES)),
+}
+
+
+def build(family: str) -> Any:
+    """The same weights at each call, in every process. They are large enough that a wrong page shows in the logits."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.mul_(4.0)
+    return model
+
+
+def prompt(num_tokens: int, seed: int = 0, prefix: Sequence[int] = ()) -> list[int]:
+    """`prefix`, and random tokens up to `num_tokens`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [*prefix, *torch.randint(0, VOCAB, (num_tokens - len(prefix),), generator=generator).tolist()]
+
+
+@torch.inference_mode()
+def without_cache(model: Any, tokens: Sequence[int], num_prompt: int) -> Tensor:
+    """Logits [len(tokens) - num_prompt, vocab] of every token after the prompt, all at once and with no cache."""
+    logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0, num_prompt - 1 : -1]
+    return logits
+
+
+@torch.inference_mode()
+def with_own_cache(
+    model: Any,
+    tokens: Sequence[int],
+    num_prompt: int,
+    chunks: Sequence[tuple[int, int]],
+    hit: int | None = None,
+    canonical: bool = False,
+) -> Tensor:
+    """The same logits, with transformers' cache: the prompt in `chunks`, then a token at a time.
+
+    With `hit` the chunks are what an earlier request computed, of which so many tokens are taken and the rest computed
+    anew. With `canonical` what comes after reads the earlier request's K and V of that rest too.
+    """
+    cache = DynamicCache(config=model.config)
+
+    def forward(start: int, stop: int, cache: DynamicCache) -> Tensor:
+        ids = torch.tensor([tokens[start:stop]])
+        last: Tensor = model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        return last
+
+    for start, stop in chunks:
+        last = forward(start, stop, cache)
+    if hit is not None:
+        ours = copy.deepcopy(cache)
+        ours.crop(hit - num_prompt)  # negative: so many tokens less
+        last = forward(hit, num_prompt, ours)
+        cache = cache if canonical else ours
+    return torch.stack([last, *(forward(at, at + 1, cache) for at in range(num_prompt, len(tokens) - 1))])
