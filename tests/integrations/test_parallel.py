@@ -1,0 +1,89 @@
+"""The tensor-parallel shape: a scheduler without pages, and two workers with half the heads each."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import tiny
+import torch
+
+from sglcache.errors import ConfigError, SglcacheError
+from sglcache.integrations.transformers import Request, Runner, pool_settings
+from sglcache.integrations.transformers.parallel import ShardedModel, shard_model
+from sglcache.testing.daemon import Daemon, until
+
+BOUND = 5e-5  # the shards' parts are added up in another order
+NUM_NEW = 6
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    config = tiny.FAMILIES["qwen2"]().config
+    pool = pool_settings(config, page_size=16, num_tokens=384, dtype="float32", num_shards=2)
+    with Daemon(tmp_path, pool=pool, host={"num_tokens": 1024}, events={"enabled": False}) as daemon:
+        yield daemon
+
+
+def judge(model: Any, request: Request) -> None:
+    want = tiny.without_cache(model, request.tokens.tolist(), len(request.prompt))
+    assert request.output == want.argmax(-1).tolist()
+    assert request.logits is not None
+    torch.testing.assert_close(torch.stack(request.logits), want, atol=BOUND, rtol=0)
+
+
+@pytest.mark.timeout(240)  # three processes import torch
+def test_two_workers_say_what_the_whole_model_says(daemon: Daemon) -> None:
+    """Cold, hit, several at once, loaded back; and when one worker is killed, everything comes back."""
+    model = tiny.build("qwen2")
+    prompt = tiny.prompt(100)
+    with (
+        daemon.client(role="scheduler") as scheduler,
+        ShardedModel(partial(tiny.build, "qwen2"), scheduler) as executor,
+    ):
+        runner = Runner(scheduler, executor, step_tokens=40)
+
+        def say(tokens: list[int]) -> Request:
+            request = runner.submit(tokens, max_new_tokens=NUM_NEW, keep_logits=True)
+            runner.run()
+            return request
+
+        cold, warm = say(prompt), say(prompt)
+        assert (cold.matched_tokens, warm.matched_tokens) == (0, 96)
+        judge(model, cold)
+        judge(model, warm)
+        twins = [runner.submit(tiny.prompt(64, 9), max_new_tokens=NUM_NEW, keep_logits=True) for _ in range(2)]
+        runner.run()
+        for twin in twins:
+            judge(model, twin)
+        for seed in range(10, 14):
+            say(tiny.prompt(120, seed))
+        daemon.settle()
+        assert scheduler.peek(prompt).device_tokens == 0
+        loaded = say(prompt)
+        assert (loaded.matched_tokens, loaded.host_tokens) == (96, 96)
+        judge(model, loaded)
+        assert torch.equal(torch.stack(loaded.logits or []), torch.stack(warm.logits or []))
+
+        runner.submit(tiny.prompt(90, 20))
+        runner.step()
+        os.kill(executor.pids[1], signal.SIGKILL)
+        with pytest.raises(SglcacheError):
+            runner.run()
+    until(lambda: daemon.status()["gauges"]["num_leases"] == 0 and daemon.pool()["fenced"] == 0)
+    assert daemon.pool()["leased"] == 0
+
+
+def test_shards_that_can_t_be_made_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"q_proj of \(64, 64\) can't be divided by 3"):
+        shard_model(tiny.build("llama"), 0, 3)
+    with pytest.raises(ConfigError, match="experts"):
+        shard_model(tiny.build("deepseek_v2"), 0, 2)
