@@ -12,7 +12,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test check format bench smoke clean
+.PHONY: help install serve demo test check format bench smoke clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ $(STAMP): pyproject.toml scripts/install.sh
 
 serve: $(STAMP) ## run the daemon: make serve ARGS="--set pool.page_size=64"
 	@exec $(BIN)/sglcache serve $(ARGS)
+
+demo: $(STAMP) ## a daemon, a small model, and a conversation that outlives its runner
+	@$(BIN)/sglcache demo
 
 test: $(STAMP) ## the tests that need no GPU
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)

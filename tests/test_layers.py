@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": BOTTOM | MIDDLE | {"core", "client", "paths"},
     "integrations": BOTTOM | {"client", "core", "paths"},
     "bench": BOTTOM | MIDDLE | {"core", "client", "paths", "server", "testing"},
-    "cli": BOTTOM | MIDDLE | {"core", "client", "paths", "server", "bench"},
+    "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
+    "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "server", "bench"},
     "__main__": {"cli"},
 }
 
@@ -52,8 +53,8 @@ PURE = {
 
 # Third-party packages that have one home. Elsewhere they would bring their start-up time and their kind of failure.
 HOME = {
-    "torch": {"memory", "client", "testing", "bench", "integrations"},
-    "transformers": {"integrations"},
+    "torch": {"memory", "client", "testing", "bench", "integrations", "demo"},
+    "transformers": {"integrations", "demo"},
     "zmq": {"net", "client", "testing", "bench"},
     "aiohttp": {"server"},
     "prometheus_client": {"server"},

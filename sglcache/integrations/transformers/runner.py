@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sglcache.core.key import Namespace
+from sglcache.core.key import Namespace, pack
 from sglcache.errors import BadRequest, NoSpace, TransferError
 from sglcache.integrations.transformers.model import Executor, Part
 
 if TYPE_CHECKING:
     from sglcache.client import Client, Committed, Lease
+    from sglcache.client.client import Tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +83,7 @@ class Runner:
 
     def submit(
         self,
-        prompt: Sequence[int],
+        prompt: Tokens,
         *,
         max_new_tokens: int = 16,
         temperature: float = 0.0,
@@ -93,21 +94,25 @@ class Runner:
         cache_salt: str | None = None,
         keep_logits: bool = False,
     ) -> Request:
-        """Queue a prompt. `temperature` 0 takes the likeliest token; above it, `seed` decides; `stop` ends it."""
-        if not len(prompt) or max_new_tokens < 1 or temperature < 0:
+        """Queue a prompt, given as to `Client.acquire`.
+
+        `temperature` 0 takes the likeliest token; above it, `seed` decides. A token of `stop` ends the answer.
+        """
+        packed = array("I", pack(prompt))
+        if not packed or max_new_tokens < 1 or temperature < 0:
             raise BadRequest(
-                f"a request needs a prompt, max_new_tokens >= 1 and temperature >= 0; got {len(prompt)} tokens, "
+                f"a request needs a prompt, max_new_tokens >= 1 and temperature >= 0; got {len(packed)} tokens, "
                 f"{max_new_tokens}, {temperature}"
             )
         request = Request(
-            array("I", prompt),
+            packed,
             max_new_tokens,
             temperature,
             frozenset(stop),
             Namespace(lora, extra_key, cache_salt),
             torch.Generator().manual_seed(seed),
             [] if keep_logits else None,
-            array("I", prompt),
+            packed[:],
         )
         self._waiting.append(request)
         return request

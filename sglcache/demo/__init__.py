@@ -1,0 +1,1 @@
+"""`sglcache demo`: a daemon, a small model, and a conversation that survives its runner."""
