@@ -349,6 +349,19 @@ def test_a_page_that_was_written_wrongly_is_noticed(
             judge(models[family], say(runner, prompt))
 
 
+def test_a_model_from_a_folder_says_the_same(models: dict[str, Any], serve: Serve, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tiny.build("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert pool_settings(AutoConfig.from_pretrained(tmp_path))["dtype"] == "float32"
+    daemon = serve("llama", 16)
+    with daemon.client() as client:
+        runner = Runner(client, PagedModel(model, client))
+        for _ in range(2):
+            judge(models["llama"], say(runner, tiny.prompt(100)))
+
+
 def test_a_daemon_for_another_model_is_refused(models: dict[str, Any], serve: Serve) -> None:
     daemon = serve("llama", 16)
     with (
