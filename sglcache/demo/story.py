@@ -113,7 +113,8 @@ def play(say: Callable[[str], None], show: Callable[[Told], None]) -> Report:
     with tempfile.TemporaryDirectory(prefix="sglcache-demo-") as folder:
         pool = pool_settings(config(), page_size=PAGE_SIZE, num_tokens=DEVICE_TOKENS, dtype="float32")
         say(f"a daemon with room for {DEVICE_TOKENS:,} tokens on the device, and four times as many on the host")
-        with Daemon(Path(folder), pool=pool, host={"num_tokens": 4 * DEVICE_TOKENS}) as daemon, daemon.observer() as observer:
+        host = {"num_tokens": 4 * DEVICE_TOKENS}
+        with Daemon(Path(folder), pool=pool, host=host) as daemon, daemon.observer() as observer:
             stream = observer.status()["stream"]
             with Mirror(stream["endpoint"], stream["replay_endpoint"]) as router:
                 _tell(daemon, observer, router, report, say, show)
