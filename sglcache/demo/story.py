@@ -186,4 +186,3 @@ def describe(told: Told) -> str:
         tier = "device" if device else "-"
     hit = f"{told.matched_tokens:>5,} of {told.prompt_tokens:,} tokens cached, {tier}"
     return f"{told.title:<40} first token {told.first_token_s * 1e3:>7,.0f} ms   {hit}\n{'':<40} events: {told.events}"
-
