@@ -29,14 +29,16 @@ class KVViews:
         self.shard = shard
         self._pid = os.getpid()
         region = map_shared(fd, geometry.pool_bytes)
-        pages = torch.frombuffer(region, dtype=torch.uint8).view(geometry.num_pages, geometry.page_bytes)
-        # [num_pages, 2 (k, v), num_layers, page_size, shard_heads, head_dim]
-        both = pages.view(getattr(torch, geometry.dtype)).view(geometry.num_pages, *geometry.page_shape)
-        self._tensors: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
-            pages,
-            tuple(both[:, 0, layer] for layer in range(geometry.num_layers)),
-            tuple(both[:, 1, layer] for layer in range(geometry.num_layers)),
-        )
+        # Whoever first asks for the pool in inference mode must be able to write it outside.
+        with torch.inference_mode(False):
+            pages = torch.frombuffer(region, dtype=torch.uint8).view(geometry.num_pages, geometry.page_bytes)
+            # [num_pages, 2 (k, v), num_layers, page_size, shard_heads, head_dim]
+            both = pages.view(getattr(torch, geometry.dtype)).view(geometry.num_pages, *geometry.page_shape)
+            self._tensors: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]] | None = (
+                pages,
+                tuple(both[:, 0, layer] for layer in range(geometry.num_layers)),
+                tuple(both[:, 1, layer] for layer in range(geometry.num_layers)),
+            )
 
     @property
     def pages(self) -> Tensor:

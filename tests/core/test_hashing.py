@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from sglcache.core.hashing import HASHERS, block_hash, hasher, seed
@@ -139,3 +140,12 @@ def test_digests_do_not_depend_on_the_process() -> None:  # A14
     assert len(told) == 1
     (lines,) = told
     assert len(set(lines.splitlines())) == 6
+
+
+def test_vector_v4_a_bigram_page_hashes_its_pairs_flattened() -> None:
+    """Raw tokens 1..5, page size 2: units (1,2),(2,3) and (3,4),(4,5); two words a unit."""
+    words = np.array([1, 2, 2, 3, 3, 4, 4, 5], "<u4").tobytes()
+    chain = hasher("sha256").chain(b"", words, 16)
+    assert chain[:32].hex() == "ede8ef26a097f0fd889f9f39f6f5af921370630b164c4a4fa28eb716b2df9269"
+    assert chain[32:].hex() == "678c5307f2a02a2aaf8edbeb80ebac13663f70e14a4fc8d5d62b77e702841e4b"
+    assert [block_hash(chain[:32]), block_hash(chain[32:])] == [-1303529142941650691, 7461429976246528554]

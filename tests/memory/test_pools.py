@@ -138,3 +138,13 @@ def test_what_does_not_fit_the_geometry_is_not_viewed(geometry: Geometry, pools:
         KVViews(pools.shards[0].fd, replace(geometry, num_pages=9))
     with pytest.raises(BadRequest, match="shard 2 of 2"):
         KVViews(pools.shards[0].fd, geometry, shard=2)
+
+
+def test_views_made_in_inference_mode_can_be_written_outside(geometry: Geometry) -> None:
+    pools = DevicePools(geometry)
+    with torch.inference_mode():
+        views = KVViews(pools.shards[0].fd, geometry)
+    views.k[0][0] = 1
+    assert views.k[0][0].all()
+    views.close()
+    pools.close()
