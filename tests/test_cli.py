@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sglcache import cli
+
 COMMANDS = ("bench", "clear", "ping", "replay", "serve", "status", "version", "watch")
 NEEDS_A_DAEMON = (["ping"], ["status"], ["status", "--json"], ["watch"], ["clear"], ["replay"])
 
@@ -91,3 +93,16 @@ def test_version_is_the_packages() -> None:
     import importlib.metadata
 
     assert run("version").stdout.strip() == importlib.metadata.version("sglcache")
+
+
+@pytest.mark.parametrize(
+    ("facts", "prove", "status"),
+    [
+        ({"violations": []}, True, 0),
+        ({"violations": ["a slot held twice"]}, True, 1),
+        ({}, True, 1),  # commands kept overtaking the proof
+        ({}, False, 0),
+    ],
+)
+def test_a_proof_that_was_not_given_is_no_proof(facts: dict[str, list[str]], prove: bool, status: int) -> None:
+    assert cli.proof_status(facts, prove) == status
