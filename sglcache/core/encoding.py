@@ -1,4 +1,4 @@
-"""Events as bytes, from packed runs: what SGLang >= 0.5.21 and vLLM put on the wire, byte for byte.
+"""Events as bytes, from packed runs: what SGLang puts on the wire, byte for byte, in the form that `Format` names.
 
 `wire/events.py` holds the same events as structs for whoever reads them; here they are written, and neither
 token ids nor hashes ever become Python integers: ormsgpack packs a numpy view of the packed bytes into the same
@@ -7,14 +7,17 @@ minimal msgpack that msgspec makes of a list.
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import ormsgpack
 
 from sglcache.core.key import Namespace
+from sglcache.errors import ConfigError
 
 pack_value = msgspec.msgpack.Encoder().encode
 _FLOAT = struct.Struct(">Bd")
@@ -61,27 +64,72 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-def extras(namespace: Namespace, session_id: str | None) -> Extras:
-    if session_id is None and namespace.lora is None and namespace.cache_salt is None:
-        return NO_EXTRAS
-    return Extras(namespace.cache_salt, session_id, namespace.lora)
+@dataclass(frozen=True)
+class Format:
+    """How blocks are told of.
+
+    `encoding`: map (SGLang >= 0.5.21, Dynamo), array (SGLang <= 0.5.19, llm-d) or superset (map with the keys that
+    vLLM's structs require). `extra_key_as`: the field, lora_name or cache_salt, that stands for an extra_key; None:
+    namespaces with one are not told of. `hash_salts`: a salt is told as the hex of its sha256. `withhold_tokens`:
+    token_ids is empty.
+    """
+
+    encoding: str = "map"
+    extra_key_as: str | None = None
+    hash_salts: bool = False
+    withhold_tokens: bool = False
+
+    def extras(self, namespace: Namespace) -> Extras | None:
+        """By which fields a router knows the namespace; None: by none, so that it must not be told of it.
+
+        Routers tell namespaces apart by lora and salt alone, and of an array by salt alone.
+        """
+        lora, extra_key, salt = namespace
+        if salt is not None and self.hash_salts:
+            salt = hashlib.sha256(salt.encode()).hexdigest()
+        if extra_key is not None:
+            if self.extra_key_as == "lora_name" and lora is None:
+                lora = extra_key
+            elif self.extra_key_as == "cache_salt" and salt is None:
+                salt = extra_key if not self.hash_salts else hashlib.sha256(extra_key.encode()).hexdigest()
+            else:
+                return None
+        if lora is not None and self.encoding == "array":
+            return None
+        return NO_EXTRAS if lora is None and salt is None else Extras(salt, None, lora)
+
+
+class Encoding(Protocol):
+    """An event's pieces. `hashes` and `tokens` are packed msgpack arrays, `parent` a packed integer or None at the
+    start."""
+
+    def stored(
+        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras
+    ) -> tuple[bytes, ...]: ...
+
+    def removed(self, hashes: bytes, medium: str) -> tuple[bytes, ...]: ...
+
+    def cleared(self) -> tuple[bytes, ...]: ...
 
 
 class MapEncoding:
-    """Tagged maps: SGLang 0.5.21 and later; fields that are None are left out, except the two SGLang always sends."""
+    """Tagged maps: SGLang 0.5.21 and later; fields that are None are left out, except the two SGLang always sends.
 
-    def __init__(self, page_size: int) -> None:
+    As `superset` lora_name is always there, too, nil where there is none: vLLM's struct has no default for it.
+    """
+
+    def __init__(self, page_size: int, superset: bool = False) -> None:
         self._size = b"\xaablock_size" + pack_value(page_size) + b"\xa7lora_id\xc0\xa6medium"
+        self._superset = superset
 
     def stored(
         self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras
     ) -> tuple[bytes, ...]:
-        """`hashes` and `tokens` are packed msgpack arrays, `parent` a packed integer or None at the start."""
         count = 7
         tail = b""
-        if more is not NO_EXTRAS:
+        if more is not NO_EXTRAS or self._superset:
             for name, value in zip(Extras._fields, more, strict=True):
-                if value is not None:
+                if value is not None or (self._superset and name == "lora_name"):
                     count += 1
                     tail += pack_value(name) + pack_value(value)
         return (
@@ -97,6 +145,40 @@ class MapEncoding:
 
     def cleared(self) -> tuple[bytes, ...]:
         return (b"\x81\xa4type\xb0AllBlocksCleared",)
+
+
+class ArrayEncoding:
+    """Tagged arrays: SGLang up to 0.5.19, where a salt is an eighth element, and sessions and loras have no place."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = pack_value(page_size) + b"\xc0"
+
+    def stored(
+        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras
+    ) -> tuple[bytes, ...]:
+        tail = self._size + pack_value(medium)
+        if more.cache_salt is not None:
+            tail += pack_value({"cache_salt": more.cache_salt})
+        head = b"\x97\xabBlockStored" if more.cache_salt is None else b"\x98\xabBlockStored"
+        return head, hashes, parent or b"\xc0", tokens, tail
+
+    def removed(self, hashes: bytes, medium: str) -> tuple[bytes, ...]:
+        return b"\x93\xacBlockRemoved", hashes, pack_value(medium)
+
+    def cleared(self) -> tuple[bytes, ...]:
+        return (b"\x91\xb0AllBlocksCleared",)
+
+
+ENCODINGS = ("map", "array", "superset")
+NO_TOKENS = b"\x90"
+PLAIN = Format()
+
+
+def encoding(name: str, page_size: int) -> Encoding:
+    """`ConfigError` for a name that is not one of ENCODINGS."""
+    if name not in ENCODINGS:
+        raise ConfigError(f"encoding {name!r} is unknown; use one of {', '.join(ENCODINGS)}", path="events.encoding")
+    return ArrayEncoding(page_size) if name == "array" else MapEncoding(page_size, name == "superset")
 
 
 _STORED = {n: bytes((0x80 | n,)) + b"\xa4type\xabBlockStored\xacblock_hashes" for n in range(7, 11)}

@@ -10,11 +10,14 @@ With events off there is no log: nothing is recorded, hashed or queued.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from sglcache.core import encoding
 from sglcache.core.effects import Publish
-from sglcache.core.encoding import NO_EXTRAS, Extras, MapEncoding
+from sglcache.core.encoding import NO_EXTRAS, NO_TOKENS, PLAIN, Extras, Format
 from sglcache.core.hashing import Hasher
 from sglcache.units import Seq, Tier
 
@@ -98,7 +101,7 @@ class _Removed(NamedTuple):
     stop: int | None = None
 
 
-class _Run:
+class Run:
     """Neighbouring records that become one event."""
 
     __slots__ = ("digests", "extras", "num_blocks", "parent", "stored", "tier", "tokens")
@@ -110,11 +113,48 @@ class _Run:
         self.num_blocks = 0
 
 
+class Frame(NamedTuple):
+    """A batch without a number."""
+
+    events: list[bytes]  # in pieces
+    num_events: int
+    num_blocks: int
+
+
+class Tally:
+    """A tier's blocks as routers know them: how many, and the sum of their hashes mod 2**64, whatever their order."""
+
+    __slots__ = ("count", "total")
+
+    def __init__(self) -> None:
+        self.count = self.total = 0
+
+    def add(self, digests: bytes, digest_bytes: int, sign: int) -> None:
+        words = np.frombuffer(digests, ">u8")[:: digest_bytes // 8]
+        self.count += sign * len(words)
+        self.total = (self.total + sign * int(words.sum(dtype=np.uint64))) & 0xFFFF_FFFF_FFFF_FFFF
+
+    def clear(self) -> None:
+        self.count = self.total = 0
+
+
 class EventLog:
-    """The queue of records and the cut. Batches leave by `published`."""
+    """The queue of records and the cut. Batches leave by `published`.
+
+    `tallies` is, outside of `cut`, what a reader of all batches before `next_seq` must have come to, by tier.
+    """
 
     def __init__(
-        self, hasher: Hasher, page_bytes: int, page_size: int, *, first_seq: int, rank: int, max_blocks: int, slice: int
+        self,
+        hasher: Hasher,
+        page_bytes: int,
+        page_size: int,
+        *,
+        format: Format = PLAIN,
+        first_seq: int,
+        rank: int,
+        max_blocks: int,
+        slice: int,
     ) -> None:
         self.hasher = hasher
         self.page_bytes = page_bytes
@@ -123,7 +163,9 @@ class EventLog:
         # An event is encoded in one go: one of a few ms would be a stall.
         self.max_blocks = max(1, min(max_blocks, MAX_BATCH_TOKENS // page_size))
         self.slice = slice  # in units of about 0.1 µs
-        self.encoding = MapEncoding(page_size)
+        self.encoding = encoding.encoding(format.encoding, page_size)
+        self.tallies = {tier: Tally() for tier in (Tier.DEVICE, Tier.HOST)}
+        self._withhold = format.withhold_tokens
         self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
         self.published: list[Publish] = []
         self.removals = 0  # queued; while there are any, no page may be handed on
@@ -133,14 +175,15 @@ class EventLog:
         self._events: list[bytes] = []  # in pieces
         self._num_events = 0
         self._blocks = 0
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self.cleared()  # a life begins so
 
     # -- recording: called where presence changes, and nowhere else -------------------------------------
 
     def stored(self, node: Node, tier: Tier, session_id: str | None) -> None:
-        parent = node.parent
+        parent, extras = node.parent, node.space.extras
         assert parent is not None
+        assert extras is not None, f"{node} is not to be told of"
         hashes = node.hashes
         if hashes is None:  # new to the tree
             before = parent.hashes
@@ -150,9 +193,9 @@ class EventLog:
                 before = before[-self.hasher.size :]
             chain = Chain(node.key, before, node)
             hashes = node.hashes = Pending(chain, 0, len(node.key) // self.page_bytes)
-        self._records.append(
-            _Stored(tier, node.key, hashes, parent.hashes, encoding.extras(node.space.namespace, session_id))
-        )
+        if session_id is not None:
+            extras = extras._replace(session_id=session_id)
+        self._records.append(_Stored(tier, node.key, hashes, parent.hashes, extras))
 
     def removed(self, node: Node, tier: Tier) -> None:
         hashes = node.hashes
@@ -191,6 +234,8 @@ class EventLog:
                 self._events.extend(self.encoding.cleared())
                 self._num_events += 1
                 self.num_cleared += 1
+                for tally in self.tallies.values():
+                    tally.clear()
                 continue
             hashes = record.hashes
             if isinstance(hashes, bytes):
@@ -252,6 +297,7 @@ class EventLog:
         size, page_bytes = self.hasher.size, self.page_bytes
         count = len(digests) // size
         start = 0
+        self.tallies[tier].add(digests, size, 1 if stored else -1)
         while start < count:
             run = self._run
             room = self.max_blocks - self._blocks - (run.num_blocks if run else 0)
@@ -267,7 +313,7 @@ class EventLog:
                 self._close_run()
                 run = None
             if run is None:
-                run = self._run = _Run(stored, tier, parent, extras)
+                run = self._run = Run(stored, tier, parent, extras)
             take = min(room, count - start)
             if take == count:
                 run.digests.append(digests)
@@ -286,6 +332,16 @@ class EventLog:
         if run is None:
             return
         self._run = None
+        self._events.extend(self.encode(run))
+        if run.stored:
+            self.num_stored += run.num_blocks
+        else:
+            self.num_removed += run.num_blocks
+        self._num_events += 1
+        self._blocks += run.num_blocks
+
+    def encode(self, run: Run) -> Iterable[bytes]:
+        """The run as one event, in pieces."""
         size = self.hasher.size
         # The same pages mostly reach the host right after the device: their encoding is kept for that.
         pieces, digests, hashes, tokens = self._packed
@@ -297,27 +353,27 @@ class EventLog:
         ):
             hashes = encoding.pack_hashes(b"".join(run.digests), size)
             if run.stored:
-                tokens = encoding.pack_tokens(b"".join(run.tokens))
+                tokens = NO_TOKENS if self._withhold else encoding.pack_tokens(b"".join(run.tokens))
                 self._packed = (run.tokens, run.digests, hashes, tokens)
-        if run.stored:
-            parent = None if run.parent is None else encoding.pack_hash(run.parent)
-            self._events.extend(self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras))
-            self.num_stored += run.num_blocks
-        else:
-            self._events.extend(self.encoding.removed(hashes, run.tier.medium))
-            self.num_removed += run.num_blocks
-        self._num_events += 1
-        self._blocks += run.num_blocks
+        if not run.stored:
+            return self.encoding.removed(hashes, run.tier.medium)
+        parent = None if run.parent is None else encoding.pack_hash(run.parent)
+        return self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras)
+
+    def announce(self, ts: float, frame: Frame) -> None:
+        """Give a snapshot's frame the next number."""
+        assert not self._num_events, "a frame may not part a batch"
+        self._events, self._num_events, self._blocks = frame.events, frame.num_events, frame.num_blocks
+        self._close_batch(ts)
 
     def _close_batch(self, ts: float, *, heartbeat: bool = False) -> None:
         events = self._events
         if not events and not heartbeat:
             return
-        seq = self.next_seq
-        self.next_seq = seq + 1
-        self.published.append(
-            Publish(Seq(seq), encoding.batch(ts, self._num_events, events, self.rank), self._num_events, self._blocks)
-        )
+        # Encoded first: what can't be encoded takes no number.
+        payload = encoding.batch(ts, self._num_events, events, self.rank)
+        self.published.append(Publish(Seq(self.next_seq), payload, self._num_events, self._blocks))
+        self.next_seq += 1
         self.num_batches += 1
         self._events = []
         self._num_events = self._blocks = 0

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 from sglcache.core import hashing
 from sglcache.core.effects import Committed, Copy, Effect, Grant, Publish, Released, Wake
+from sglcache.core.encoding import PLAIN, Extras, Format
 from sglcache.core.eventlog import EventLog
 from sglcache.core.key import ROOT, TOKEN_BYTES, Namespace
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
 from sglcache.core.resources import Full
 from sglcache.core.slots import SLOT_BYTES, SlotPool
+from sglcache.core.snapshot import Snapshot
 from sglcache.core.tree import Node, Space, Tree
 from sglcache.errors import (
     BadRequest,
@@ -54,6 +56,7 @@ class IndexConfig:
     first_seq: int = 1
     rank: int = 0
     max_batch_blocks: int = 4096
+    format: Format = PLAIN  # of the events
     evict_slice: int = 500  # victims a call may take: about 1 ms, 2 where the caches are cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -159,6 +162,7 @@ class Index:
                 self.hasher,
                 self.page_bytes,
                 config.page_size,
+                format=config.format,
                 first_seq=config.first_seq,
                 rank=config.rank,
                 max_blocks=config.max_batch_blocks,
@@ -178,6 +182,8 @@ class Index:
         self._clearing: list[list[int]] = []  # [cell, pages still to evict]
         self._graves: list[Any] = []  # nodes, and tables of them, of trees that were dropped whole
         self._ts = 0.0
+        self._known_by: dict[Extras, Space] = {}  # what routers know a namespace by, and the one that has it
+        self._announcement: Snapshot | None = None
 
     # -- sessions -----------------------------------------------------------------------------------------
 
@@ -473,12 +479,9 @@ class Index:
                 self._clear_slice()
             return {tier: pages}
         cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools)}
-        self._graves.append(self.tree.spaces)
-        self._clearing.clear()
         tree = self.tree
-        tree.spaces = type(tree.spaces)({})
-        tree.num_nodes = 0
-        tree.reset_lists()
+        self._graves.append(tree.drop_all())
+        self._clearing.clear()
         for c, pool in enumerate(self.pools):
             self.pools[c] = tree.pools[c] = SlotPool(pool.total)
         self.version += 1
@@ -588,6 +591,45 @@ class Index:
             {**self.counters, **more},
         )
 
+    def snapshot(self) -> Snapshot:
+        """What is cached and published, as frames, over an index that goes on changing. Close it."""
+        assert self.log is not None, "there is no stream to tell it on"
+        return Snapshot(self.log, self.tree)
+
+    def announce(self) -> bool:
+        """Tell all of it on the stream, anew and under fresh numbers: AllBlocksCleared, then what is cached.
+
+        `announce_slice` does it. False: it was under way, and begins anew.
+        """
+        running, self._announcement = self._announcement, self.snapshot()
+        if running is not None:
+            running.close()
+        return running is None
+
+    def announce_slice(self, ts: float) -> bool:
+        """The next frame of an announcement as a batch; True while there is more."""
+        if self._announcement is None:
+            return False
+        assert self.log is not None
+        frame = self._announcement.next()
+        if frame is None:
+            self._announcement = None
+            return False
+        if frame.num_events:
+            self.log.announce(ts, frame)
+        return True
+
+    @property
+    def announcing(self) -> bool:
+        """A reader of the stream has only part of what is cached until this is over."""
+        return self._announcement is not None
+
+    def digest(self) -> dict[Tier, tuple[int, int]]:
+        """By tier, what who has read all batches before `next_seq` must have: blocks, the sum of hashes mod 2**64."""
+        if self.log is None:
+            return {}
+        return {Tier(c): (t.count, t.total) for c in range(len(self.pools)) for t in [self.log.tallies[Tier(c)]]}
+
     def walk(self, max_nodes: int = 2000) -> Iterator[list[DumpedNode]]:
         """Every node that is published, parents first, `max_nodes` at a time; the caller watches `version`.
 
@@ -597,7 +639,7 @@ class Index:
         out: list[DumpedNode] = []
         for count, node in enumerate(self.tree.nodes(), 1):
             hashes = node.hashes
-            if isinstance(hashes, bytes) and node.space.published:
+            if isinstance(hashes, bytes) and node.space.extras is not None:
                 parent = node.parent
                 assert parent is not None
                 before = parent.hashes
@@ -947,7 +989,7 @@ class Index:
         log = self.log
         if log is None:
             return
-        if not node.space.published:
+        if node.space.extras is None:
             self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes
         elif present:
             log.stored(node, Tier(c), session_id)
@@ -994,10 +1036,18 @@ class Index:
     def _space(self, namespace: Namespace) -> Space:
         space = self.tree.spaces.get(namespace)
         if space is None:
-            # A router tells namespaces apart by lora and salt only; of others it is told nothing.
-            published = namespace.extra_key is None
-            space = Space(namespace, hashing.seed(namespace) if self.log is not None else b"", published)
+            extras = None
+            if self.log is not None:
+                extras = self.config.format.extras(namespace)
+            space = Space(namespace, hashing.seed(namespace) if self.log is not None else b"", extras)
             self.tree.spaces[namespace] = space
+            if extras is not None:
+                # Routers can't tell two namespaces apart that they know by the same: they are told of the first.
+                known = self._known_by.get(extras)
+                if known is None or self.tree.spaces.get(known.namespace) is not known:
+                    self._known_by[extras] = space
+                else:
+                    space.extras = None
         return space
 
     # -- inside: the second tier -----------------------------------------------------------------------------
@@ -1178,6 +1228,8 @@ class Index:
                 node = node.root
             if node.children is not None:
                 graves.append(node.children)
+            if node.parent is not None:
+                del node.ahead, node.behind
             node.parent = node.children = None
             node.cells = []
             node.space = self.tree.nowhere

@@ -38,8 +38,14 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
         for _ in _order(index, c, found, order[c]):
             if len(order[c]) % max_nodes == 0:
                 yield
+    places: dict[Node, int] = {tree.start: 0}
+    for _ in _ring(index, found, places):
+        if len(places) % max_nodes == 0:
+            yield
     for node in tree.nodes():
         num_nodes += 1
+        if places.get(node, 0) <= places.get(node.parent or node, 0):
+            found.append(f"{node!r}: not behind its parent in the ring of nodes")
         pages, rest = divmod(len(node.key), tree.page_bytes)
         if rest or not pages:
             found.append(f"{node!r}: run of {len(node.key)} bytes is not whole pages")
@@ -85,6 +91,8 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
             yield
     if num_nodes != tree.num_nodes:
         found.append(f"{num_nodes} nodes, counted {tree.num_nodes}")
+    if num_nodes != len(places) - 1:
+        found.append(f"{num_nodes} nodes, {len(places) - 1} in the ring of nodes")
     for c in range(C):
         for node, count in expected[c].items():
             found.append(f"{node!r}: {count} hold it in {Tier(c).name}, and it is not in the tree")
@@ -173,6 +181,22 @@ def _range(index: Index, found: list[str], ticket: Ticket) -> None:
         node = node.parent
     if left:
         found.append(f"ticket {ticket.id}: its range of {ticket.num_pages} pages is off by {left}")
+
+
+def _ring(index: Index, found: list[str], places: dict[Node, int]) -> Iterator[None]:
+    """Number the ring of all nodes, and see that it is linked both ways. Marks of walks are passed over."""
+    start = index.tree.start
+    before, node = start, start.behind
+    while node is not start:
+        if node.ahead is not before or node in places:
+            found.append(f"the ring of nodes is broken at {node!r}")
+            return
+        if node.parent is not None:
+            places[node] = len(places)
+        before, node = node, node.behind
+        yield
+        if not hasattr(node, "behind"):
+            return  # it changed under our hands, and what we find is void
 
 
 def _order(index: Index, c: int, found: list[str], order: dict[Node, int]) -> Iterator[None]:

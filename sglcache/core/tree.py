@@ -19,6 +19,8 @@ The laws of this file:
   is a leaf. No heap, no clock, no set of leaves.
 * A split is silent. The tail keeps its identity, so whoever holds (end node, number of pages) need not be told;
   the head is as old as the tail and stands right behind it.
+* Every node stands in one more ring, behind its parent. A `Walk` is a bookmark in it, so it can stop for as long as it
+  likes while the tree goes on changing: what was there when it began and still is there at its end, it has met.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from sglcache.core.key import Namespace, common_bytes
 from sglcache.core.slots import SLOT_BYTES, SlotPool
 
 if TYPE_CHECKING:
+    from sglcache.core.encoding import Extras
     from sglcache.core.eventlog import Hashes
     from sglcache.core.resources import Resource
 
@@ -40,11 +43,26 @@ V = TypeVar("V")
 class Node:
     """A run of pages under one parent."""
 
-    __slots__ = ("_skip", "_text", "cells", "children", "hashes", "num_bytes", "parent", "space", "writing")
+    __slots__ = (
+        "_skip",
+        "_text",
+        "ahead",
+        "behind",
+        "cells",
+        "children",
+        "hashes",
+        "num_bytes",
+        "parent",
+        "space",
+        "writing",
+    )
 
     _text: bytes
     _skip: int
     num_bytes: int  # of the key
+    # The neighbours in the ring of all nodes, towards its start and its end. Of a root, none.
+    ahead: Node
+    behind: Node
 
     def __init__(self, space: Space, parent: Node | None, key: bytes, cells: list[Any]) -> None:
         self.space = space
@@ -96,12 +114,12 @@ class Node:
 class Space:
     """One namespace: its root, and what its pages' hashes begin with."""
 
-    __slots__ = ("namespace", "published", "root", "seed")
+    __slots__ = ("extras", "namespace", "root", "seed")
 
-    def __init__(self, namespace: Namespace, seed: bytes, published: bool) -> None:
+    def __init__(self, namespace: Namespace, seed: bytes, extras: Extras | None) -> None:
         self.namespace = namespace
         self.seed = seed
-        self.published = published
+        self.extras = extras  # what routers know it by; None: they are not told of it
         self.root = Node(self, None, b"", [])
 
 
@@ -162,15 +180,29 @@ class Tree:
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0
-        self.nowhere = nowhere = Space(Namespace(), b"", False)  # what dropped roots belong to
+        self.nowhere = nowhere = Space(Namespace(), b"", None)  # what dropped roots belong to
         # A ring per cell through one sentinel: next of it is the oldest, prev of it the freshest.
         self.ends = [Node(nowhere, None, b"", [None, 1, None, None] * self.C) for _ in pools]
+        self.start = self._ring()
         self.reset_lists()
 
     def reset_lists(self) -> None:
         for c, end in enumerate(self.ends):
             end.cells = [None] * (4 * self.C)
             end.cells[2 * self.C + c] = end.cells[3 * self.C + c] = end
+
+    def drop_all(self) -> Fanout[Namespace, Space]:
+        """Forget every node, and have the caller take apart what is returned. Every walk is over."""
+        spaces, self.spaces = self.spaces, Fanout({})
+        self.num_nodes = 0
+        self.start = self._ring()
+        self.reset_lists()
+        return spaces
+
+    def _ring(self) -> Node:
+        start = Node(self.nowhere, None, b"", [])
+        start.ahead = start.behind = start
+        return start
 
     # -- children -----------------------------------------------------------------------------------------
 
@@ -210,6 +242,10 @@ class Tree:
             elif len(children) == FANOUT and type(children) is dict:  # type: ignore[arg-type]
                 children = parent.children = Fanout(children)
             children[node.first(page_bytes)] = node  # type: ignore[index]
+        ring = self.start
+        last = node.ahead = ring.ahead
+        node.behind = ring
+        last.behind = ring.ahead = node
         self.num_nodes += 1
         return node
 
@@ -226,6 +262,7 @@ class Tree:
             if len(children) == 1:  # type: ignore[arg-type]
                 parent.children = next(iter(children.values()))  # type: ignore[union-attr]
         node.parent = None
+        _leave(node)
         self.num_nodes -= 1
         if parent.parent is None and parent.children is None:
             del self.spaces[node.space.namespace]
@@ -258,6 +295,9 @@ class Tree:
             children[head.key[: self.page_bytes]] = head  # type: ignore[index]
         head.children = node
         node.parent = head
+        ahead = head.ahead = node.ahead
+        head.behind = node
+        ahead.behind = node.ahead = head
         head.writing = node.writing
         for c in range(C):
             run = cells[c]
@@ -338,6 +378,7 @@ class Tree:
         for each in chain[:-1]:  # no cycles are left behind for the collector
             each.parent = each.children = None
             each.cells = []
+            _leave(each)
         self.num_nodes -= len(chain) - 1
         self.num_merges += len(chain) - 1
         return len(chain) - 1
@@ -406,3 +447,57 @@ class Tree:
                 node = stack.pop()
                 yield node
                 stack.extend(self.children(node))
+
+
+def _leave(node: Node) -> None:
+    """Out of the ring of all nodes, and no reference left to it."""
+    ahead, behind = node.ahead, node.behind
+    ahead.behind = behind
+    behind.ahead = ahead
+    del node.ahead, node.behind
+
+
+class Walk:
+    """All nodes, parents first, over a tree that changes meanwhile: a bookmark in the ring of nodes.
+
+    A node that is there from the beginning of the walk to its end is met; one that a split makes is met where its other
+    half still is to be; one that joins others is met behind where they were. So a node may be met again with pages
+    that were met before, and new ones are met too, since they stand at the end.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._start = tree.start
+        self._mark = mark = Node(tree.nowhere, None, b"", [])
+        mark.ahead = start = tree.start
+        mark.behind = start.behind
+        start.behind.ahead = mark
+        start.behind = mark
+
+    @property
+    def over(self) -> bool:
+        """The tree was dropped, or the walk closed."""
+        return self._start is not self._tree.start
+
+    def peek(self) -> Node | None:
+        """The next node; None at the end, or if it is over."""
+        if self.over:
+            return None
+        node = self._mark.behind
+        while node.parent is None and node is not self._start:  # another walk's mark
+            node = node.behind
+        return None if node is self._start else node
+
+    def advance(self, node: Node) -> None:
+        """`node`, as just peeked, was met."""
+        mark = self._mark
+        _leave(mark)
+        mark.ahead = node
+        behind = mark.behind = node.behind
+        node.behind = behind.ahead = mark
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.over:
+            _leave(self._mark)
+            self._start = self._mark

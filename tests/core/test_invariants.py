@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sglcache.core import invariants
+from sglcache.core import invariants, tree
 from sglcache.core.index import DEVICE, HOST, Index
 from sglcache.core.tree import Node
 from sglcache.testing.model import LeaseModel
@@ -41,6 +41,13 @@ def set_cell(index: Index, node: Node, cell: int, run: bytes | None) -> None:
     node.cells[cell] = run
 
 
+def ahead_of_its_parent(index: Index) -> None:
+    node, start = leaf(index), index.tree.start
+    tree._leave(node)
+    node.ahead, node.behind = start, start.behind
+    start.behind.ahead = start.behind = node
+
+
 BROKEN: dict[str, tuple[str, Callable[[Index], object]]] = {
     "a slot held twice": ("twice", lambda i: set_cell(i, leaf(i), DEVICE, nodes(i)[0].cells[DEVICE])),
     "a slot lost": ("by nobody", lambda i: i.pools[DEVICE].take(1)),
@@ -54,6 +61,9 @@ BROKEN: dict[str, tuple[str, Callable[[Index], object]]] = {
     "a node that is nowhere": ("present nowhere", lambda i: [set_cell(i, leaf(i), c, None) for c in (DEVICE, HOST)]),
     "a node not in the order": ("eviction list", lambda i: i.tree.unlink(DEVICE, leaf(i))),
     "a node too many": ("nodes", lambda i: setattr(i.tree, "num_nodes", 99)),
+    "a node out of the ring": ("in the ring of nodes", lambda i: tree._leave(leaf(i))),
+    "a child ahead of its parent": ("not behind its parent", lambda i: ahead_of_its_parent(i)),
+    "a ring linked one way": ("ring of nodes is broken", lambda i: setattr(leaf(i), "ahead", leaf(i))),
     "digests that are too few": ("digests", lambda i: setattr(leaf(i), "hashes", b"")),
     "a ticket without its bit": ("not being written", lambda i: [setattr(n, "writing", 0) for n in nodes(i)]),
     "a leased page not counted": ("leased", lambda i: setattr(i.pools[DEVICE], "leased", 7)),

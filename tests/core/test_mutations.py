@@ -184,10 +184,8 @@ MUTATIONS = [
     mutation("a removal is cut from its start", EventLog, "_add", "start if stored else count - start - take", "start"),
     mutation("events of two namespaces are joined", EventLog, "_add", "run.extras == extras and ", ""),
     mutation("stores that are no chain are joined", EventLog, "_add", " and run.digests[-1][-size:] == parent", ""),
-    mutation(
-        "a batch's number is given twice", EventLog, "_close_batch", "self.next_seq = seq + 1", "self.next_seq = seq"
-    ),
-    mutation("unpublished namespaces are published", Index, "_change", "not node.space.published", "False"),
+    mutation("a batch's number is given twice", EventLog, "_close_batch", "self.next_seq += 1", "self.next_seq += 0"),
+    mutation("unpublished namespaces are published", Index, "_change", "node.space.extras is None", "False"),
     mutation(
         "zero bytes at a page's end are not hashed", hashing.Hasher, "chain", 'f"V{page_bytes}"', 'f"S{page_bytes}"'
     ),

@@ -1,0 +1,135 @@
+"""What is cached, told from the beginning: for who joins late, or has lost more than the ring of batches still has.
+
+A snapshot is taken over an index that goes on changing, a frame at a time, for as long as its reader takes. Note the
+number S of the last batch, tell the frames, then every batch from S + 1 on, and the reader has exactly what the index
+has. Why that is so, for a page and a tier:
+
+* Present from S to the end: the walk meets it. Its parent was met before, or is told of by a later batch.
+* Its presence has changed since S: a later batch says how it ended, and storing twice is storing once.
+* New, and its digest still a promise: its record is in no batch up to S, so a later one has it. It is left out.
+
+The same frames among the live batches, each under the next number, are a new beginning for everyone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglcache.core.encoding import Extras
+from sglcache.core.eventlog import RECORD_COST, Frame, Run
+from sglcache.core.tree import Node, Tree, Walk
+from sglcache.units import Tier
+
+if TYPE_CHECKING:
+    from sglcache.core.eventlog import EventLog
+
+
+LOOK_COST = 10  # of a node of which nothing is told, in the units of the log's slice
+
+
+class Snapshot:
+    """AllBlocksCleared, then BlockStored for what is published, parents first. Owns a walk until its end."""
+
+    def __init__(self, log: EventLog, tree: Tree) -> None:
+        self._log = log
+        self._tiers = [(c, Tier(c)) for c in range(tree.C)]
+        self._walk = Walk(tree)
+        self._told = b""  # the last digest told of a node that did not fit into a frame
+        self._begun = False
+
+    def next(self) -> Frame | None:
+        """The next frame, of one slice of work, maybe empty; None at the end."""
+        building = _Frame(self._log)
+        if not self._begun:
+            self._begun = True
+            building.clear()
+        elif self._walk.peek() is None:
+            self.close()
+            return None
+        budget = self._log.slice
+        while building.num_blocks < self._log.max_blocks and budget > 0:
+            node = self._walk.peek()
+            if node is None:
+                break
+            before = building.num_blocks
+            self._tell(node, building)
+            blocks = building.num_blocks - before
+            budget -= RECORD_COST + blocks * self._log.page_bytes // 64 if blocks else LOOK_COST
+        return building.close()
+
+    def close(self) -> None:
+        """No more of it. Idempotent."""
+        self._walk.close()
+
+    def _tell(self, node: Node, building: _Frame) -> None:
+        hashes, extras = node.hashes, node.space.extras
+        tiers = [tier for c, tier in self._tiers if node.cells[c] is not None and not node.writing >> c & 1]
+        if not isinstance(hashes, bytes) or extras is None or not tiers:
+            self._walk.advance(node)
+            return
+        size, page_bytes = self._log.hasher.size, self._log.page_bytes
+        num_pages = len(hashes) // size
+        start = _page_of(self._told, hashes, size) + 1 if self._told else 0
+        self._told = b""
+        room = (self._log.max_blocks - building.num_blocks) // len(tiers)
+        stop = min(num_pages, start + max(1, room))
+        if start:
+            parent: bytes | None = hashes[(start - 1) * size : start * size]
+        else:
+            assert node.parent is not None
+            above = node.parent.hashes
+            assert above is None or isinstance(above, bytes), "a chain was reached before the one it builds on"
+            parent = None if above is None else above[-size:]
+        digests, tokens = hashes[start * size : stop * size], node.key[start * page_bytes : stop * page_bytes]
+        if digests:
+            for tier in tiers:
+                building.add(tier, digests, tokens, parent, extras)
+        if stop < num_pages:
+            self._told = digests[-size:]
+        else:
+            self._walk.advance(node)
+
+
+def _page_of(digest: bytes, hashes: bytes, size: int) -> int:
+    """Which page of a node has this digest; -1: none, for it was split since, and what comes is told from its start."""
+    at = hashes.find(digest)
+    while at % size and at >= 0:
+        at = hashes.find(digest, at + 1)
+    return at // size
+
+
+class _Frame:
+    """A frame in the making: one open run a tier, which a node joins that goes on where the last one ended."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.num_blocks = 0
+        self._log = log
+        self._events: list[bytes] = []
+        self._num_events = 0
+        self._runs: dict[Tier, Run] = {}
+
+    def clear(self) -> None:
+        self._events.extend(self._log.encoding.cleared())
+        self._num_events += 1
+
+    def add(self, tier: Tier, digests: bytes, tokens: bytes, parent: bytes | None, extras: Extras) -> None:
+        size = self._log.hasher.size
+        run = self._runs.get(tier)
+        if run is None or parent is None or run.digests[-1][-size:] != parent or run.extras != extras:
+            self._end(tier)
+            run = self._runs[tier] = Run(True, tier, parent, extras)
+        run.digests.append(digests)
+        run.tokens.append(tokens)
+        run.num_blocks += len(digests) // size
+        self.num_blocks += len(digests) // size
+
+    def close(self) -> Frame:
+        for tier in list(self._runs):
+            self._end(tier)
+        return Frame(self._events, self._num_events, self.num_blocks)
+
+    def _end(self, tier: Tier) -> None:
+        run = self._runs.pop(tier, None)
+        if run is not None:
+            self._events.extend(self._log.encode(run))
+            self._num_events += 1
