@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import string
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,25 @@ def _endpoint(value: str) -> str:
     return value
 
 
+TOPIC_FIELDS = ("host", "model", "rank", "dp_rank", "pp_rank")
+
+
+def _topic(value: str) -> str:
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(value) if name is not None}
+    except ValueError as exc:
+        raise ValueError(f"{exc}; write {{{{ and }}}} for braces") from None
+    if not names <= set(TOPIC_FIELDS):
+        raise ValueError(f"use {', '.join(f'{{{name}}}' for name in TOPIC_FIELDS)}; write {{{{ and }}}} for braces")
+    return value
+
+
+def _http_url(value: str) -> str:
+    if re.fullmatch(r"https?://[^\s/]+(/\S*)?", value) is None:
+        raise ValueError("write http://HOST:PORT")
+    return value.rstrip("/")
+
+
 def _path(value: object) -> object:
     if value is None or isinstance(value, Path):
         return value
@@ -44,6 +64,7 @@ def _path(value: object) -> object:
 
 
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
 
 
@@ -122,7 +143,45 @@ class EventsConfig(Section):
     replay_endpoint: Endpoint = Field(
         default="tcp://127.0.0.1:5657", description="Where replay is answered (ZMQ ROUTER)."
     )
-    topic: str = Field(default="", max_length=256, description="First frame of every message.")
+    mode: Literal["bind", "connect"] = Field(
+        default="bind",
+        description="connect: every rank dials the endpoint, where a subscriber binds; replay is bound all the same.",
+    )
+    topic: Annotated[str, AfterValidator(_topic)] = Field(
+        default="",
+        max_length=256,
+        description="First frame of every message; {host}, {model}, {rank}, {dp_rank} and {pp_rank} are filled in.",
+    )
+    encoding: Literal["map", "array", "superset"] = Field(
+        default="map",
+        description="map: SGLang from 0.5.21 on, Dynamo; array: SGLang to 0.5.19, llm-d; superset: vLLM's keys, too.",
+    )
+    token_ids: Literal["clear", "none"] = Field(
+        default="clear", description="none: blocks are told of by their hashes alone."
+    )
+    cache_salt: Literal["clear", "hashed"] = Field(
+        default="clear", description="hashed: a salt is told as the hex of its sha256."
+    )
+    extra_key_as: Literal["lora_name", "cache_salt"] | None = Field(
+        default=None,
+        description="The field that tells routers of an extra_key; by default they are not told of such namespaces.",
+    )
+    announce_every_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86400,
+        description="Seconds after which all that is cached is told anew, for subscribers that can't ask; 0: never.",
+    )
+    dynamo_indexers: list[HttpUrl] = Field(
+        default=[],
+        description="Dynamo indexers, http://HOST:PORT, at which each rank registers itself whenever it starts.",
+    )
+    curve_key_file: FilePath | None = Field(
+        default=None, description="Secret key of both sockets (ZMQ CURVE), as `sglcache keygen` writes it."
+    )
+    curve_allow_dir: FilePath | None = Field(
+        default=None, description="Folder of the public keys, *.key, that may connect; by default every key may."
+    )
     hash: Literal["xxh3_128", "sha256"] = Field(
         default="xxh3_128", description="The block hash; sha256 gives SGLang's values for plain pages."
     )
@@ -133,11 +192,12 @@ class EventsConfig(Section):
     ring_bytes: int = Field(
         default=64 << 20,
         ge=1 << 16,
-        description="Bytes of encoded batches kept for replay; an older start gets what is there.",
+        description="Bytes of encoded batches kept for replay; an older start gets a snapshot.",
     )
     heartbeat_s: float = Field(
         default=1.0, gt=0, le=60, description="Seconds of silence after which an empty batch is sent."
     )
+    hwm: int = Field(default=10_000, ge=1, le=1 << 20, description="Batches that a subscriber may lag before it loses.")
 
     @model_validator(mode="after")
     def _check(self) -> EventsConfig:
@@ -146,6 +206,18 @@ class EventsConfig(Section):
                 f"events.replay_endpoint = {self.replay_endpoint!r} is events.endpoint too; give it a port of its own",
                 path="events.replay_endpoint",
                 value=self.replay_endpoint,
+            )
+        if self.curve_allow_dir is not None and self.curve_key_file is None:
+            raise ConfigError(
+                "events.curve_allow_dir says who may connect, and without events.curve_key_file everyone may; set both",
+                path="events.curve_allow_dir",
+                value=str(self.curve_allow_dir),
+            )
+        if self.mode == "connect" and self.endpoint.endswith(":0"):
+            raise ConfigError(
+                f"events.endpoint = {self.endpoint!r} can't be dialled; name the port that the subscriber binds",
+                path="events.endpoint",
+                value=self.endpoint,
             )
         return self
 

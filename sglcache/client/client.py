@@ -338,6 +338,21 @@ class Client(Member):
         hashes = np.frombuffer(facts["hashes"], "<i8").tolist()
         return Dump(Tier[facts["tier"]], facts["seq"], hashes)
 
+    def digest(self) -> dict[str, Any]:
+        """What who has read every batch up to number `seq` must have: `tiers` is, by tier, the number of blocks and the
+        sum of their hashes mod 2**64. While `announcing`, who follows the announcement has only part of it.
+        """
+        with self._connection.lock:
+            return self._facts(control.Digest(self._connection.number()))
+
+    def announce(self) -> None:
+        """Have all that is cached told anew on the stream: AllBlocksCleared, then every block, under fresh numbers.
+
+        For subscribers that can't ask for a replay. BadRequest: events are off.
+        """
+        with self._connection.lock:
+            self._facts(control.Announce(self._connection.number()))
+
     # -- for leases -------------------------------------------------------------------------------------
 
     @staticmethod

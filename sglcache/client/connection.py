@@ -45,6 +45,8 @@ Request: TypeAlias = (
     | control.Ping
     | control.Status
     | control.Dump
+    | control.Digest
+    | control.Announce
     | control.Bye
 )
 Answer: TypeAlias = control.Granted | control.CommitDone | control.Done

@@ -360,6 +360,10 @@ class EventLog:
         parent = None if run.parent is None else encoding.pack_hash(run.parent)
         return self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras)
 
+    def payload(self, ts: float, frame: Frame) -> bytes:
+        """The frame as it goes on the wire."""
+        return encoding.batch(ts, frame.num_events, frame.events, self.rank)
+
     def announce(self, ts: float, frame: Frame) -> None:
         """Give a snapshot's frame the next number."""
         assert not self._num_events, "a frame may not part a batch"
@@ -371,7 +375,7 @@ class EventLog:
         if not events and not heartbeat:
             return
         # Encoded first: what can't be encoded takes no number.
-        payload = encoding.batch(ts, self._num_events, events, self.rank)
+        payload = self.payload(ts, Frame(events, self._num_events, self._blocks))
         self.published.append(Publish(Seq(self.next_seq), payload, self._num_events, self._blocks))
         self.next_seq += 1
         self.num_batches += 1

@@ -57,6 +57,13 @@ class Snapshot:
             budget -= RECORD_COST + blocks * self._log.page_bytes // 64 if blocks else LOOK_COST
         return building.close()
 
+    def payload(self, ts: float) -> bytes | None:
+        """The next frame as a batch stamped `ts` (unix seconds); nothing where a slice told of nothing."""
+        frame = self.next()
+        if frame is None:
+            return None
+        return self._log.payload(ts, frame) if frame.num_events else b""
+
     def close(self) -> None:
         """No more of it. Idempotent."""
         self._walk.close()

@@ -1,7 +1,7 @@
 """Where a rank's sockets are: the rules for tcp:// and ipc:// endpoints, and binding to them.
 
-Every rank has the configured endpoint offset by its number, as routers dial it. An endpoint here always binds,
-whatever its host is. Nothing is resolved or touched before `bind`.
+Every rank has the configured endpoint offset by its number, as routers dial it. An endpoint here binds, whatever its
+host is, unless `dial` is asked for by name. Nothing is resolved or touched before that.
 """
 
 from __future__ import annotations
@@ -105,6 +105,20 @@ def rank_endpoints(
     return live, replay
 
 
+def is_local(endpoint: Endpoint) -> bool:
+    """Whether only this host's processes can reach it, as far as its name tells."""
+    if isinstance(endpoint, Ipc):
+        return True
+    if endpoint.is_wildcard:
+        return False
+    if endpoint.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(endpoint.host).is_loopback
+    except ValueError:
+        return False
+
+
 def collide(one: Endpoint, other: Endpoint) -> bool:
     """Whether no two sockets can be bound to these at once."""
     if isinstance(one, Tcp) and isinstance(other, Tcp):
@@ -128,6 +142,18 @@ def bind(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> 
     bound = sock.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
     return replace(endpoint, port=int(bound.rstrip(b"\0").rpartition(b":")[2]))
+
+
+def dial(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> Endpoint:
+    """Connect to where a peer binds, now or later. ConfigError: nobody can be there."""
+    if endpoint.is_wildcard or (isinstance(endpoint, Tcp) and not endpoint.port):
+        raise ConfigError(f"{key}: {endpoint} can't be dialled; name the host and port that the peer binds", path=key)
+    try:
+        sock.setsockopt(zmq.IPV6, int(isinstance(endpoint, Tcp) and ":" in endpoint.host))
+        sock.connect(str(endpoint.dialled()))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{key}: can't dial {endpoint}: {error.strerror}", path=key) from None
+    return endpoint
 
 
 def _parse_tcp(text: str, rest: str, key: str) -> Tcp:

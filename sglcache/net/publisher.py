@@ -16,21 +16,22 @@ in a hundred then left 4 ms late, because the thread waits for the interpreter w
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import zmq
 
 from sglcache.errors import ClosedError, ConfigError
-from sglcache.net.endpoints import Endpoint, bind
+from sglcache.net.curve import Curve
+from sglcache.net.endpoints import Endpoint, bind, dial
+from sglcache.net.replay import Pause, Replay, Source, Turns
+from sglcache.net.ring import Entry, Ring
 
 END_SEQ = b"\xff" * 8
 
 MAX_INBOUND = 4096  # bytes of a frame that a peer may send; requests and topics are far smaller
-MAX_ANSWERS = 64  # that one reader may have waiting: it asks faster than it reads
-ENTRY_OVERHEAD = 160  # bytes of Python objects around a payload in the ring
+MAX_ANSWERS = 64  # that one reader may have waiting; what it asks beyond that the last one answers, too
 
 # What one turn of `service` does at most: under a millisecond.
 TURN_MESSAGES = 64
@@ -39,117 +40,17 @@ QUANTUM = 16  # messages to one reader before the next one's turn
 RETRY_S = 0.01, 1.0  # first and longest. libzmq signals room for a reader, but any call may swallow the signal
 
 
-class Entry(NamedTuple):
-    seq: int
-    payload: bytes
-    heartbeat: bool
-
-
-class Ring:
-    """The newest batches, oldest first, at most `max_bytes` of them; the newest one stays whatever its size.
-
-    A run of heartbeats is one entry, the last. So a hole in the numbers before a heartbeat is heartbeats, and a
-    hole before any other entry is loss: a heartbeat whose predecessor has left the ring leaves with it.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._entries: list[Entry] = []
-        self._seqs: list[int] = []  # of the entries, for bisecting
-        self._head = 0  # where the living ones start; the lists are cut now and then
-        self._evicted = False
-
-    def __len__(self) -> int:
-        return len(self._entries) - self._head
-
-    @property
-    def first_seq(self) -> int | None:
-        return self._seqs[self._head] if len(self) else None
-
-    def append(self, entry: Entry) -> list[Entry]:
-        """Add the newest; what left the ring for it. Numbers rise."""
-        entries, seqs = self._entries, self._seqs
-        if len(self):
-            last = entries[-1]
-            assert entry.seq > last.seq, f"batch {entry.seq} after {last.seq}"
-            if entry.heartbeat and last.heartbeat:
-                entries.pop()
-                seqs.pop()
-                self.num_bytes -= len(last.payload) + ENTRY_OVERHEAD
-        entries.append(entry)
-        seqs.append(entry.seq)
-        self.num_bytes += len(entry.payload) + ENTRY_OVERHEAD
-        if self.num_bytes <= self.max_bytes and not (self._evicted and entries[self._head].heartbeat):
-            return []
-        return self._evict()
-
-    def at(self, seq: int) -> Entry | None:
-        """The oldest entry numbered `seq` or higher."""
-        place = bisect_left(self._seqs, seq, self._head)
-        return self._entries[place] if place < len(self._entries) else None
-
-    def _evict(self) -> list[Entry]:
-        entries, head = self._entries, self._head
-        newest = len(entries) - 1
-        while head < newest and (self.num_bytes > self.max_bytes or entries[head].heartbeat):
-            self.num_bytes -= len(entries[head].payload) + ENTRY_OVERHEAD
-            head += 1
-        evicted = entries[self._head : head]
-        self._evicted = self._evicted or bool(evicted)
-        self._head = head
-        if head > 1024 and head > len(entries) // 2:
-            del entries[:head], self._seqs[:head]
-            self._head = 0
-        return evicted
-
-
-class Answer(Protocol):
-    """What one request gets before its END."""
-
-    def peek(self) -> Entry | None:
-        """The next batch to send; the same until `advance`. None: that was all."""
-
-    def advance(self) -> None:
-        """The batch was sent."""
-
-
-class FromRing:
-    """The batches start..until that the ring has when their turn comes."""
-
-    def __init__(self, ring: Ring, start: int, until: int) -> None:
-        self._ring, self._next, self._until = ring, start, until
-        self._entry: Entry | None = None
-
-    def peek(self) -> Entry | None:
-        if self._entry is None:
-            entry = self._ring.at(self._next)
-            # Past `until` all is live. A heartbeat at the ring's start would hide what was lost before it.
-            if entry and entry.seq <= self._until and not (entry.heartbeat and entry.seq == self._ring.first_seq):
-                self._entry = entry
-        return self._entry
-
-    def advance(self) -> None:
-        assert self._entry is not None
-        self._next, self._entry = self._entry.seq + 1, None
-
-
-class Nothing:
-    """The answer to what is no request."""
-
-    def peek(self) -> Entry | None:
-        return None
-
-    def advance(self) -> None:
-        raise AssertionError("there was nothing to send")
-
-
 class _Reader:
     """A peer of the replay socket that has not had all its answers."""
 
     def __init__(self) -> None:
-        self.answers: deque[Answer] = deque()
+        self.answers: deque[Replay] = deque()
         self.stalled = False  # its queue in libzmq was full when last tried
+
+    def close(self) -> None:
+        for answer in self.answers:
+            answer.close()
+        self.answers.clear()
 
 
 @dataclass(frozen=True)
@@ -163,8 +64,10 @@ class PublisherStats:
     subscriptions: int  # live now; a subscriber of two topics has two
     replay_requests: int  # well-formed ones
     malformed_requests: int
-    refused_requests: int  # beyond MAX_ANSWERS: without an answer
+    merged_requests: int  # beyond MAX_ANSWERS: answered with an earlier one
     replayed_batches: int
+    snapshots_begun: int
+    snapshots_done: int
     readers: int  # that have not had their END yet
     ring_batches: int
     ring_bytes: int
@@ -176,8 +79,12 @@ class Publisher:
 
     Batches are the three frames [topic, number, payload], the number 8 bytes big-endian. A replay is asked for with
     ["", number] from a DEALER, or the number alone; each batch from that number up to the newest at that moment
-    comes as ["", topic, number, payload], and at the end ["", "", 8 x 0xff, ""]. A malformed request gets the end at
-    once. A REQ socket can only read the first of these.
+    comes as ["", topic, number, payload], and at the end ["", "", 8 x 0xff, ""]. A number that the ring does not reach
+    back to gets a snapshot, where `snapshot` says how to make one. A malformed request gets the end at once. A REQ
+    socket can only read the first of these.
+
+    With `connect` the live socket dials a subscriber that binds, and dials again whenever it is not there: what is
+    published meanwhile it can only ask for. With `curve` both sockets speak with none but whom it lets in.
 
     A subscriber may lag by `hwm` batches, in libzmq's memory, before it loses some; libzmq hears of what was read with
     up to a millisecond's delay, so it should be well above what is appended in one.
@@ -192,26 +99,30 @@ class Publisher:
         ring_bytes: int = 64 << 20,
         hwm: int = 10_000,
         replay_hwm: int = 64,
+        connect: bool = False,
+        curve: Curve | None = None,
         keys: tuple[str, str] = ("endpoint", "replay_endpoint"),
     ) -> None:
         self._topic = topic.encode()
         self._ring = Ring(ring_bytes)
-        self._last_seq: int | None = None
+        self._turns = Turns()
         self._live = 0  # the number that the live stream sends next
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()  # the next one to serve first
         self._sent = self._skipped = self._bytes = self._subscriptions = 0
-        self._requests = self._malformed = self._refused = self._replayed = 0
+        self._requests = self._malformed = self._merged = self._replayed = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.Handle | None = None
         self._progress = False  # whether a reader took something in this turn
         self._retry_s = RETRY_S[0]
         self._closed = False
         self._context = zmq.Context()
+        self._curve = curve
+        self._guard = curve.guard(self._context) if curve is not None else None
         self._router: zmq.Socket[bytes] | None = None
         self._pub = self._socket(zmq.XPUB, hwm)
         self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell every subscription, to count them
         try:
-            self._endpoint = str(bind(self._pub, endpoint, keys[0]))
+            self._endpoint = str((dial if connect else bind)(self._pub, endpoint, keys[0]))
             self._replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = self._socket(zmq.ROUTER, replay_hwm)
@@ -230,6 +141,15 @@ class Publisher:
     def replay_endpoint(self) -> str | None:
         return self._replay_endpoint
 
+    @property
+    def snapshot(self) -> Callable[[], Source] | None:
+        """Begins a snapshot of what is cached as of the newest batch. None: the ring is all there is."""
+        return self._turns.source
+
+    @snapshot.setter
+    def snapshot(self, begin: Callable[[], Source]) -> None:
+        self._turns.source = begin
+
     # -- the live stream ------------------------------------------------------------------------------
 
     def append(self, seq: int, payload: bytes, heartbeat: bool = False) -> None:
@@ -241,14 +161,14 @@ class Publisher:
             raise ClosedError("the publisher is closed")
         for entry in self._ring.append(Entry(seq, payload, heartbeat)):
             self._skipped += entry.seq >= self._live
-        self._last_seq = seq
         self._pump()
         if heartbeat:
             self._count_subscriptions()
 
     @property
     def _behind(self) -> bool:
-        return self._last_seq is not None and self._live <= self._last_seq
+        last = self._ring.last_seq
+        return last is not None and self._live <= last
 
     def _pump(self) -> bool:
         """Send what the live stream is behind by, a turn's worth; whether it could send more."""
@@ -256,7 +176,7 @@ class Publisher:
             if not self._behind:
                 return False
             entry = self._ring.at(self._live)
-            assert entry is not None, f"the ring has lost its newest batch, {self._last_seq}"
+            assert entry is not None, f"the ring has lost its newest batch, {self._ring.last_seq}"
             if not self._send_live(entry):
                 return False
             self._live = entry.seq + 1
@@ -300,6 +220,8 @@ class Publisher:
                     reader.stalled = False
             more = self._receive(self._router) or more
             more = self._answer(self._router) or more
+            # Sending takes in what has come, too, and with it the descriptor's one word of it.
+            more = more or bool(self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
         return more
 
     def _receive(self, router: zmq.Socket[bytes]) -> bool:
@@ -316,46 +238,51 @@ class Publisher:
         if request and not request[0] and len(request) > 1:
             del request[0]  # the delimiter; AIBrix leaves it out
         reader = self._readers.setdefault(identity, _Reader())
-        if len(reader.answers) >= MAX_ANSWERS:
-            self._refused += 1
-        elif len(request) == 1 and len(request[0]) == 8:
+        if len(request) == 1 and len(request[0]) == 8:
             self._requests += 1
-            reader.answers.append(self._answer_from(int.from_bytes(request[0], "big")))
+            start = int.from_bytes(request[0], "big")
         else:
             self._malformed += 1
-            reader.answers.append(Nothing())
-
-    def _answer_from(self, start: int) -> Answer:
-        first, last = self._ring.first_seq, self._last_seq
-        if first is None or last is None or start > last:
-            return Nothing()
-        return self._too_old(start, last) if start < first else FromRing(self._ring, start, last)
-
-    def _too_old(self, start: int, until: int) -> Answer:
-        """For a number older than the ring: what the ring has. Its reader sees by the first number what is missing."""
-        return FromRing(self._ring, start, until)
+            start = 1 << 64  # nothing is as new as that
+        if len(reader.answers) < MAX_ANSWERS:
+            reader.answers.append(Replay(self._ring, self._turns, start))
+        else:
+            self._merged += 1
+            reader.answers[-1].merge(start)
 
     def _answer(self, router: zmq.Socket[bytes]) -> bool:
         """Send to each reader in turn, a turn's worth; whether one of them could take more."""
         messages, size = TURN_MESSAGES, TURN_BYTES
+        more = False
         for identity in [identity for identity, reader in self._readers.items() if not reader.stalled]:
+            if messages <= 0 or size <= 0:
+                return True
             reader = self._readers[identity]
             self._readers.move_to_end(identity)
             quantum = min(QUANTUM, messages)
-            while quantum > 0 and size > 0 and reader.answers and not reader.stalled:
-                size -= self._answer_one(router, identity, reader)
+            while reader.answers and not reader.stalled:
+                if quantum <= 0 or size <= 0:
+                    more = True
+                    break
+                took = self._answer_one(router, identity, reader)
+                if took is Pause.LATER:
+                    break
+                if took is Pause.AGAIN:
+                    more = True
+                    break
+                size -= took
                 quantum -= 1
                 messages -= 1
             if not reader.answers:
                 del self._readers[identity]
-            if messages <= 0 or size <= 0:
-                break
-        return any(not reader.stalled for reader in self._readers.values())
+        return more
 
-    def _answer_one(self, router: zmq.Socket[bytes], identity: bytes, reader: _Reader) -> int:
+    def _answer_one(self, router: zmq.Socket[bytes], identity: bytes, reader: _Reader) -> int | Pause:
         """Try to send the next message that is due to the reader; the bytes of its payload."""
         answer = reader.answers[0]
         entry = answer.peek()
+        if isinstance(entry, Pause):
+            return entry
         try:
             self._send_reply(router, identity, entry)
         except zmq.Again:
@@ -364,11 +291,14 @@ class Publisher:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            reader.answers.clear()  # it is gone
+            reader.close()  # it is gone
             return 0
         self._progress = True
         if entry is None:
-            reader.answers.popleft()
+            answer.num_ends -= 1
+            if not answer.num_ends:
+                answer.close()
+                reader.answers.popleft()
             return 0
         answer.advance()
         self._replayed += 1
@@ -434,15 +364,17 @@ class Publisher:
         return PublisherStats(
             endpoint=self._endpoint,
             replay_endpoint=self._replay_endpoint,
-            last_seq=self._last_seq,
+            last_seq=self._ring.last_seq,
             batches_sent=self._sent,
             batches_skipped=self._skipped,
             bytes_sent=self._bytes,
             subscriptions=self._subscriptions,
             replay_requests=self._requests,
             malformed_requests=self._malformed,
-            refused_requests=self._refused,
+            merged_requests=self._merged,
             replayed_batches=self._replayed,
+            snapshots_begun=self._turns.num_begun,
+            snapshots_done=self._turns.num_done,
             readers=len(self._readers),
             ring_batches=len(self._ring),
             ring_bytes=self._ring.num_bytes,
@@ -454,7 +386,11 @@ class Publisher:
         if self._closed:
             return
         self._closed = True
+        for reader in self._readers.values():
+            reader.close()
         self.detach()
+        if self._guard is not None:
+            self._guard.stop()
         self._context.destroy(linger=int(linger_s * 1000))
 
     def _socket(self, kind: int, hwm: int) -> zmq.Socket[bytes]:
@@ -463,4 +399,6 @@ class Publisher:
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_INBOUND)
         sock.setsockopt(zmq.TCP_KEEPALIVE, 1)  # find out about peers whose host is gone
         sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
+        if self._curve is not None:
+            self._curve.serve(sock)
         return sock

@@ -19,7 +19,7 @@ from sglcache.server.metrics import CONTENT_TYPE
 
 SHUTDOWN_S = 1.0  # what a request that is under way gets when the daemon stops
 MAX_BODY_BYTES = 1 << 16  # nobody sends one
-INDEX = "sglcache: GET /health, /server_info or /metrics\n"
+INDEX = "sglcache: GET /health, /server_info, /digest or /metrics\n"
 
 
 class Pages(Protocol):
@@ -29,6 +29,8 @@ class Pages(Protocol):
         """`status` is "ok" while the rank serves; any other word answers 503."""
 
     def server_info(self) -> dict[str, Any]: ...
+
+    def digest(self) -> dict[str, Any]: ...
 
     def metrics(self) -> bytes:
         """In Prometheus's text format."""
@@ -45,6 +47,7 @@ class HttpServer:
         app.router.add_get("/", self._index)
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/digest", self._digest)
         app.router.add_get("/metrics", self._metrics)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S)
 
@@ -83,6 +86,9 @@ class HttpServer:
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return _json(self.pages.server_info())
+
+    async def _digest(self, _: web.Request) -> web.Response:
+        return _json(self.pages.digest())
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self.pages.metrics(), headers={"Content-Type": CONTENT_TYPE})

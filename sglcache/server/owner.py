@@ -22,7 +22,7 @@ from typing import Protocol
 
 from sglcache.core.effects import Copy, Publish, Wake
 from sglcache.core.index import Index
-from sglcache.errors import TransferError
+from sglcache.errors import BadRequest, TransferError
 from sglcache.server.collector import Collector
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
@@ -60,6 +60,7 @@ class Owner:
         collector: Collector,
         max_delay_s: float = 0.001,
         heartbeat_s: float = 1.0,
+        announce_every_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -71,6 +72,7 @@ class Owner:
         self.collector = collector
         self.max_delay_s = max_delay_s
         self.heartbeat_s = heartbeat_s
+        self.announce_every_s = announce_every_s
         self.clock = clock
         self.wake: Callable[[Wake], None] = _nobody  # the sessions' part takes it over
         self.dirty: list[Outbox] = []  # connections with answers of this turn
@@ -83,6 +85,8 @@ class Owner:
         self._resuming = False
         self._expiring: asyncio.TimerHandle | None = None
         self._beating: asyncio.TimerHandle | None = None
+        self._announcing: asyncio.Handle | None = None
+        self._announcing_again: asyncio.TimerHandle | None = None
         self._buying: asyncio.Future[None] | None = None
         self._published_at = 0.0
         self._closed = False
@@ -92,11 +96,19 @@ class Owner:
         if self.stream is not None:
             self._cut()
             self._beat()
+            if self.announce_every_s:
+                self._announcing_again = self.loop.call_later(self.announce_every_s, self._announce_again)
 
     def cancel(self) -> None:
         """Start nothing by ourselves any more."""
         self._closed = True
-        for handle in (self._cutting, self._expiring, self._beating):
+        for handle in (
+            self._cutting,
+            self._expiring,
+            self._beating,
+            self._announcing,
+            self._announcing_again,
+        ):
             if handle is not None:
                 handle.cancel()
 
@@ -179,6 +191,25 @@ class Owner:
         if not self.index.cut(self.clock()):
             self._cutting = self.loop.call_soon(self._cut)
         self.end_turn()
+
+    def announce(self) -> None:
+        """Tell all that is cached anew, among the batches of what goes on, a frame a turn. BadRequest: no events."""
+        if self.stream is None:
+            raise BadRequest("events are off: there is no stream to tell it on; set events.enabled")
+        self.index.announce()
+        if self._announcing is None and not self._closed:
+            self._announcing = self.loop.call_soon(self._announce_slice)
+
+    def _announce_slice(self) -> None:
+        self._announcing = None
+        if self.index.announce_slice(self.clock()):
+            self._announcing = self.loop.call_soon(self._announce_slice)
+        self.end_turn()
+
+    def _announce_again(self) -> None:
+        self._announcing_again = self.loop.call_later(self.announce_every_s, self._announce_again)
+        if not self.index.announcing:
+            self.announce()
 
     def _beat(self) -> None:
         due = self._published_at + self.heartbeat_s

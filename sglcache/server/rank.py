@@ -39,7 +39,6 @@ from sglcache.memory.copier import Copier
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools
 from sglcache.memory.rings import LoadRing
-from sglcache.net import endpoints
 from sglcache.net.publisher import Publisher
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.collector import Collector
@@ -48,6 +47,7 @@ from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
 from sglcache.server.sessions import Offer, Sessions
+from sglcache.server.stream import build_publisher, format_of, tell_all, topic_of
 from sglcache.units import TicketId, Tier
 from sglcache.wire import control
 
@@ -247,6 +247,18 @@ class Rank:
             facts["violations"] = self.prove()
         return facts
 
+    def digest(self) -> dict[str, Any]:
+        """What who has read every batch up to `seq` must have, by tier: blocks, and the sum of their hashes mod 2**64.
+
+        While `announcing`, a reader who was there at its beginning has only part of it.
+        """
+        index = self.parts.index
+        return {
+            "seq": index.next_seq - 1,
+            "announcing": index.announcing,
+            "tiers": {tier.name: list(pair) for tier, pair in index.digest().items()},
+        }
+
     def server_info(self) -> dict[str, Any]:
         """`GET /server_info`: what routers read to find the stream, and what tells one life from another."""
         from sglcache.server.http import kv_events
@@ -301,7 +313,7 @@ class Rank:
         stats = publisher.stats()
         return {
             **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
-            "topic": self.config.events.topic,
+            "topic": topic_of(self.config, self.offset),
             "hash": self.config.events.hash,
             "next_seq": self.parts.index.next_seq,
         }
@@ -330,9 +342,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         numbers = _numbers(config, rank.socket, offset)
         publisher = None
         if events.enabled:
-            keys = ("events.endpoint", "events.replay_endpoint")
-            live, replay = endpoints.rank_endpoints(events.endpoint, events.replay_endpoint, offset, keys=keys)
-            publisher = Publisher(live, replay, topic=events.topic, ring_bytes=events.ring_bytes, keys=keys)
+            publisher = build_publisher(config, offset)
             undo.callback(publisher.close, 0)
         device = DevicePools(shape)
         undo.callback(device.close)
@@ -350,8 +360,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 first_seq=numbers.first,
                 rank=offset,
                 max_batch_blocks=events.max_blocks,
+                format=format_of(events),
             )
         )
+        if publisher is not None:
+            tell_all(publisher, index)
         tiers = {Tier.DEVICE: device.shards, Tier.HOST: host.shards}
 
         def copied(ticket: TicketId, ok: bool, error: TransferError | None) -> None:
@@ -375,9 +388,10 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             collector=Collector(),
             max_delay_s=events.max_delay_ms / 1000,
             heartbeat_s=events.heartbeat_s,
+            announce_every_s=events.announce_every_s if events.enabled else 0.0,
         )
         offer = Offer(numbers.first, VERSION, shape.to_wire(), [pool.fd for pool in device.shards], shape.pool_bytes)
-        sessions = Sessions(owner, load_ring, offer, rank.status)
+        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest)
         listener = Listener(loop, rank.socket, sessions.welcome)
         http = None
         if config.http.enabled:

@@ -264,6 +264,13 @@ class Member(Connection):
     def dump(self, c: control.Dump) -> None:
         self.owner.loop.call_soon(_Dump(self, c.request, _tier(c.tier)).go_on)
 
+    def digest(self, c: control.Digest) -> None:
+        self.reply(control.Done(c.request, self.sessions.digest()))
+
+    def announce(self, c: control.Announce) -> None:
+        self.owner.announce()
+        self.reply(control.Done(c.request))
+
     # -- what a role may not do now ----------------------------------------------------------------------------
 
     def acquire_early(self, c: control.Acquire) -> None:
@@ -295,6 +302,8 @@ _LOOKING: Handlers[Member] = {
     control.Ping: Member.ping,
     control.Status: Member.status,
     control.Dump: Member.dump,
+    control.Digest: Member.digest,
+    control.Announce: Member.announce,
     control.Bye: Member.bye,
 }
 _LEADING: Handlers[Member] = {
@@ -331,11 +340,13 @@ class Sessions:
         load_ring: LoadRing,
         offer: Offer,
         status: Callable[[bool], dict[str, Any]],
+        digest: Callable[[], dict[str, Any]],
     ) -> None:
         self.owner = owner
         self.load_ring = load_ring
         self.offer = offer
         self.status = status
+        self.digest = digest
         self.members: set[Member] = set()  # connected, or kept until its uses are over
         self.num_attached = 0  # since the start
         self.num_deaths = 0

@@ -212,6 +212,18 @@ class Dump(Frame):
     tier: Name
 
 
+class Digest(Frame):
+    """What who has read every batch up to a number must have, by tier."""
+
+    request: U63
+
+
+class Announce(Frame):
+    """Tell all that is cached anew on the stream, for subscribers that can't ask for a replay."""
+
+    request: U63
+
+
 class Bye(Frame):
     """The member's last word: its uses end with this event (a scheduler that touches nothing sends 0, 0)."""
 
@@ -220,7 +232,23 @@ class Bye(Frame):
     generation: U63 = 0
 
 
-Command = Acquire | Extend | Commit | Release | Recorded | Peek | Pin | Unpin | Clear | Ping | Status | Dump | Bye
+Command = (
+    Acquire
+    | Extend
+    | Commit
+    | Release
+    | Recorded
+    | Peek
+    | Pin
+    | Unpin
+    | Clear
+    | Ping
+    | Status
+    | Dump
+    | Digest
+    | Announce
+    | Bye
+)
 
 
 # -- answers ------------------------------------------------------------------------------------------

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 import uvloop
 import zmq
+import zmq.auth
 
 from sglcache.errors import ClosedError, ConfigError
+from sglcache.net import curve
+from sglcache.net.curve import Curve
 from sglcache.net.endpoints import Ipc, parse
-from sglcache.net.publisher import END_SEQ, ENTRY_OVERHEAD, MAX_ANSWERS, TURN_MESSAGES, Entry, Publisher
+from sglcache.net.publisher import END_SEQ, MAX_ANSWERS, TURN_MESSAGES, Publisher
+from sglcache.net.ring import ENTRY_OVERHEAD, Entry
 
 ANY = parse("tcp://127.0.0.1:0")
 TOPIC = "kv@10.0.0.5@m1"
@@ -342,6 +346,115 @@ def test_a_heartbeat_does_not_stand_in_for_what_was_lost_before_it(
     assert answer(publisher, peers.ask(publisher, b"", be64(1))) == [END]
 
 
+def test_a_snapshot_is_sent_between_live_batches_and_others_get_theirs(
+    make: Callable[..., Publisher], peers: Peers
+) -> None:
+    """Two latecomers and one who only missed the last batch, while the stream goes on."""
+    publisher = make(topic=TOPIC, replay_hwm=4)
+    publisher.append(100, b"first")
+    open_ones: list[Frames] = []
+
+    class Frames:
+        def __init__(self) -> None:
+            self.left = [None, *[b"frame %d" % i for i in reversed(range(200))], b"", b"cleared"]
+            open_ones.append(self)
+
+        def next(self) -> bytes | None:
+            return self.left.pop()
+
+        def close(self) -> None:
+            open_ones.remove(self)
+
+    publisher.snapshot = Frames
+    late = [peers.ask(publisher, b"", be64(0), rcvhwm=1) for _ in range(2)]
+    serve(publisher, lambda: publisher.stats().readers == 2 and not publisher.service())
+    assert publisher.stats().snapshots_begun == 1, "one at a time"
+    publisher.append(101, b"second")
+    quick = peers.ask(publisher, b"", be64(101))
+    assert numbers(answer(publisher, quick)) == [101, (1 << 64) - 1]
+    first, second = (answer(publisher, sock) for sock in late)
+    assert numbers(first) == [100] * 201 + [101, (1 << 64) - 1]
+    assert [frames[3] for frames in first[:2]] == [b"cleared", b"frame 0"]
+    assert numbers(second) == [101] * 201 + [(1 << 64) - 1]
+    assert not open_ones
+    assert (publisher.stats().snapshots_begun, publisher.stats().snapshots_done) == (2, 2)
+
+
+# -- who may read ------------------------------------------------------------------------------------
+
+
+def certificate(folder: Path, name: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    _, secret = zmq.auth.create_certificates(folder, name)
+    return Path(secret)
+
+
+def dialled_with(sock: zmq.Socket[bytes], key: Path, server: bytes) -> zmq.Socket[bytes]:
+    public, secret = zmq.auth.load_certificate(key)
+    assert secret is not None
+    curve.dial(sock, server, public, secret)
+    return sock
+
+
+def test_without_the_key_nobody_reads_and_with_it_the_allowed_do(
+    make: Callable[..., Publisher], peers: Peers, tmp_path: Path
+) -> None:
+    ours = certificate(tmp_path / "ours", "rank")
+    friend, stranger = certificate(tmp_path / "readers", "friend"), certificate(tmp_path / "strangers", "stranger")
+    keys = Curve.load(ours, tmp_path / "readers")
+    publisher = make(curve=keys)
+    publisher.append(1, b"one")
+    plain = peers.ask(publisher, b"", be64(1))
+    assert publisher.replay_endpoint is not None
+    got = []
+    for key in (stranger, friend):
+        dealer = dialled_with(peers.socket(zmq.DEALER), key, keys.public)
+        dealer.connect(publisher.replay_endpoint)
+        dealer.send_multipart([b"", be64(1)])
+        got.append(dealer)
+    assert numbers(answer(publisher, got[1])) == [1, (1 << 64) - 1]
+    sub = dialled_with(peers.socket(zmq.SUB), friend, keys.public)
+    sub.subscribe("")
+    sub.connect(publisher.endpoint)
+    serve(publisher, lambda: publisher.stats().subscriptions == 1)
+    publisher.append(2, b"two")
+    assert numbers(receive(sub, 1)) == [2]
+    # All were let in or turned away by now: the friend came last.
+    assert publisher.stats().replay_requests == 1
+    assert not plain.poll(0)
+    assert not got[0].poll(0)
+
+
+@pytest.mark.parametrize("what", ["missing", "public", "junk"])
+def test_a_key_that_is_none_is_refused_by_its_file(tmp_path: Path, what: str) -> None:
+    secret = certificate(tmp_path, "rank")
+    path = {"missing": tmp_path / "none", "public": tmp_path / "rank.key", "junk": tmp_path / "junk"}[what]
+    (tmp_path / "junk").write_text("no key")
+    with pytest.raises(ConfigError, match=str(path)):
+        Curve.load(path, None)
+    with pytest.raises(ConfigError, match="no folder"):
+        Curve.load(secret, tmp_path / "none")
+
+
+def test_a_publisher_that_dials_reaches_the_subscriber_that_binds(make: Callable[..., Publisher], peers: Peers) -> None:
+    """llm-d's way. What is published before the subscriber is there, it can ask for."""
+    sub = peers.socket(zmq.SUB)
+    sub.subscribe("kv@")
+    port = sub.bind_to_random_port("tcp://127.0.0.1")
+    publisher = make(parse(f"tcp://127.0.0.1:{port}"), connect=True, topic=TOPIC)
+    # A subscriber that binds says what it wants when it looks for messages.
+    serve(publisher, lambda: bool(sub.poll(0)) or publisher.stats().subscriptions == 1)
+    publisher.append(7, b"seven")
+    assert receive(sub, 1) == [[TOPIC.encode(), be64(7), b"seven"]]
+    assert numbers(answer(publisher, peers.ask(publisher, b"", be64(7)))) == [7, (1 << 64) - 1]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://127.0.0.1:0"])
+def test_where_nobody_can_be_is_not_dialled(make: Callable[..., Publisher], endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="can't be dialled"):
+        make(parse(endpoint), connect=True)
+
+
 # -- slow and dead readers ----------------------------------------------------------------------------
 
 
@@ -393,14 +506,36 @@ def test_a_reader_that_dies_in_the_middle_is_forgotten(make: Callable[..., Publi
     assert answer(publisher, peers.ask(publisher, b"", be64(301))) == [END]
 
 
+def test_no_request_is_overlooked_while_others_are_answered(make: Callable[..., Publisher], peers: Peers) -> None:
+    """libzmq tells of news once; a send may be what takes it in."""
+    publisher = make()
+    publisher.append(1, b"x")
+    dealers = [peers.ask(publisher, b"", be64(1)) for _ in range(8)]
+    for _ in range(100):
+        for dealer in dealers:
+            while not dealer.poll(0):
+                assert publisher.service() or select.select(publisher.filenos, [], [], PATIENCE_S)[0], "overlooked"
+            while dealer.recv_multipart() != END:
+                pass
+        for dealer in dealers:
+            dealer.send_multipart([b"", be64(1)])
+
+
 def test_a_reader_that_asks_faster_than_it_reads_is_bounded(make: Callable[..., Publisher], peers: Peers) -> None:
     publisher = make(replay_hwm=4)
     large(publisher)
     dealer = peers.ask(publisher, b"", be64(1), rcvhwm=1)
-    for _ in range(3 * MAX_ANSWERS):
-        dealer.send_multipart([b"", be64(1)])
-    serve(publisher, lambda: publisher.stats().refused_requests > MAX_ANSWERS)
+    for start in [1, 1 << 40] * MAX_ANSWERS:
+        dealer.send_multipart([b"", be64(start)])
+    serve(publisher, lambda: publisher.stats().merged_requests > MAX_ANSWERS // 2)
     assert publisher.stats().readers == 1
+    # No request is left without its END, nor with an END before what it wants.
+    serve(publisher, lambda: publisher.stats().replay_requests == 1 + 2 * MAX_ANSWERS or not publisher.service())
+    for start in [1, *[1, 1 << 40] * MAX_ANSWERS]:
+        got = numbers(answer(publisher, dealer)[:-1])
+        assert got in ([], list(range(1, 301)))
+        assert got or start > 1 or publisher.stats().merged_requests
+    serve(publisher, lambda: publisher.stats().readers == 0)
 
 
 def test_a_long_answer_is_sent_in_slices_and_readers_take_turns(make: Callable[..., Publisher], peers: Peers) -> None:

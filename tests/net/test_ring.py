@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglcache.net.publisher import ENTRY_OVERHEAD, Entry, Ring
+from sglcache.net.ring import ENTRY_OVERHEAD, Entry, Ring
 
 PAYLOAD = b"x" * 100
 COST = len(PAYLOAD) + ENTRY_OVERHEAD

@@ -116,7 +116,7 @@ def test_a_life_begins_with_all_cleared_and_beats_when_idle(folder: Path) -> Non
         request = context.socket(zmq.DEALER)
         request.connect(daemon.info["stream"]["replay_endpoint"])
         until(lambda: daemon.status()["stream"]["last_seq"] >= daemon.info["epoch"] + 3)
-        request.send_multipart([b"", (0).to_bytes(8, "big")])
+        request.send_multipart([b"", daemon.info["epoch"].to_bytes(8, "big")])
         batches = []
         while (frames := request.recv_multipart())[2] != b"\xff" * 8:
             batches.append((int.from_bytes(frames[2], "big"), decode_batch(frames[3])))

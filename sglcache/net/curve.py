@@ -1,0 +1,74 @@
+"""ZMQ CURVE: who may read the stream, and that nobody else does. Keys are files as `zmq.auth` writes and reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import zmq
+import zmq.auth
+
+from sglcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+
+class Curve(NamedTuple):
+    """This side's keys, and the folder of the public keys (*.key) that may connect; None: every key may."""
+
+    public: bytes
+    secret: bytes
+    allowed: Path | None
+
+    @classmethod
+    def load(cls, key_file: Path, allow_dir: Path | None) -> Self:
+        """ConfigError: a file can't be read, or is not what it should be."""
+        if not zmq.has("curve"):
+            raise ConfigError("events.curve_key_file: this libzmq was built without CURVE; install pyzmq's own wheel")
+        public, secret = load_key(key_file, "events.curve_key_file", secret=True)
+        assert secret is not None
+        if allow_dir is not None:
+            if not allow_dir.is_dir():
+                raise ConfigError(f"events.curve_allow_dir: {allow_dir} is no folder", path="events.curve_allow_dir")
+            for path in allow_dir.glob("*.key"):
+                load_key(path, "events.curve_allow_dir")
+        return cls(public, secret, allow_dir)
+
+    def serve(self, sock: zmq.Socket[bytes]) -> None:
+        """Have a socket, not bound yet, speak with none but those who know the public key."""
+        sock.curve_secretkey = self.secret
+        sock.curve_publickey = self.public
+        sock.curve_server = True
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator | None:
+        """Let in none but the allowed, on every socket of the context, until it is stopped. Keys that are added to the
+        folder later count from the next start on."""
+        if self.allowed is None:
+            return None
+        from zmq.auth.thread import ThreadAuthenticator
+
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve(domain="*", location=str(self.allowed))
+        return authenticator
+
+
+def load_key(path: Path, name: str, secret: bool = False) -> tuple[bytes, bytes | None]:
+    """The public key in a file, and the secret one where there is one. ConfigError, naming the configuration's key."""
+    try:
+        public, private = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"{name}: {path} holds no CURVE key ({exc}); make one with `sglcache keygen`", path=name
+        ) from exc
+    if secret and private is None:
+        raise ConfigError(f"{name}: {path} holds a public key alone; name the .key_secret file", path=name)
+    return public, private
+
+
+def dial(sock: zmq.Socket[bytes], server_key: bytes, public: bytes, secret: bytes) -> None:
+    """Have a socket, not connected yet, dial one that serves CURVE under `server_key`."""
+    sock.curve_serverkey = server_key
+    sock.curve_publickey = public
+    sock.curve_secretkey = secret
