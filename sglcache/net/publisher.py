@@ -221,7 +221,7 @@ class Publisher:
             more = self._receive(self._router) or more
             more = self._answer(self._router) or more
             # Sending takes in what has come, too, and with it the descriptor's one word of it.
-            more = more or bool(self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+            more = more or self._router.poll(0, zmq.POLLIN) > 0
         return more
 
     def _receive(self, router: zmq.Socket[bytes]) -> bool:
