@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglcache.client.client import Client, Committed, Dump, Lease, Peeked, Worker
+    from sglcache.client.client import Client, Committed, Dump, Event, Extension, Lease, Peeked, Pending, Worker
 
-__all__ = ["Client", "Committed", "Dump", "Lease", "Peeked", "Worker"]
+__all__ = ["Client", "Committed", "Dump", "Event", "Extension", "Lease", "Peeked", "Pending", "Worker"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from sglcache.core import index as index_module
-from sglcache.core.effects import Grant
+from sglcache.core.effects import Extended, Grant
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, pack
 from sglcache.errors import BadRequest, Changed, NoSpace, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import LeaseModel
 from sglcache.testing.rig import Rig, Runner
 from sglcache.units import LeaseId, SessionId, Tier
+from sglcache.wire.control import Extension
 
 
 def rig(**config: Any) -> tuple[Rig, Runner]:
@@ -29,15 +30,24 @@ def lease_of(r: Rig, runner: Runner, tokens: list[int], **options: Any) -> Lease
 
 
 ONE = pack([1])
+
+
+def extend_one(index: Index, session: SessionId, lease: LeaseId, tokens: bytes, *more: int) -> None:
+    """One lease; what is its result if it is an error is raised here."""
+    extended = index.extend(session, 1, [Extension(lease, tokens, *more)])
+    if extended is not None and isinstance(error := extended.results[0], SglcacheError):
+        raise error
+
+
 WRONG: dict[str, tuple[type[SglcacheError], Callable[[Index, SessionId, LeaseId], object]]] = {
     "acquire of nothing": (BadRequest, lambda i, s, _: i.acquire(s, 1, b"")),
     "acquire of part of a token": (BadRequest, lambda i, s, _: i.acquire(s, 1, b"\1\0\0")),
     "negative reserve": (BadRequest, lambda i, s, _: i.acquire(s, 1, ONE, reserve=-1)),
     "negative limit": (BadRequest, lambda i, s, _: i.acquire(s, 1, ONE, limit=-1)),
     "unknown session": (UnknownSession, lambda i, _s, _: i.acquire(SessionId(999), 1, ONE)),
-    "unknown lease": (UnknownLease, lambda i, s, _: i.extend(s, 1, LeaseId(999), ONE)),
-    "extend by part of a token": (BadRequest, lambda i, s, lease: i.extend(s, 1, lease, b"\1")),
-    "extend with negative reserve": (BadRequest, lambda i, s, lease: i.extend(s, 1, lease, ONE, -1)),
+    "unknown lease": (UnknownLease, lambda i, s, _: extend_one(i, s, LeaseId(999), ONE)),
+    "extend by part of a token": (BadRequest, lambda i, s, lease: extend_one(i, s, lease, b"\1")),
+    "extend with negative reserve": (BadRequest, lambda i, s, lease: extend_one(i, s, lease, ONE, -1)),
     "commit of more than there is": (BadRequest, lambda i, s, lease: i.commit(s, 1, lease, 50, tokens=99)),
     "commit of less than nothing": (BadRequest, lambda i, s, lease: i.commit(s, 1, lease, 50, tokens=-1)),
     "a ticket twice": (BadRequest, lambda i, s, lease: i.commit(s, 1, lease, 1)),
@@ -50,7 +60,7 @@ WRONG: dict[str, tuple[type[SglcacheError], Callable[[Index, SessionId, LeaseId]
     "peek at part of a token": (BadRequest, lambda i, _s, _: i.peek(b"\1")),
     "more than the pool": (NoSpace, lambda i, s, _: i.acquire(s, 1, pack([3] * 400))),
     "more reserve than the pool": (NoSpace, lambda i, s, _: i.acquire(s, 1, ONE, reserve=400)),
-    "extension beyond the pool": (NoSpace, lambda i, s, lease: i.extend(s, 1, lease, pack([3] * 400))),
+    "extension beyond the pool": (NoSpace, lambda i, s, lease: extend_one(i, s, lease, pack([3] * 400))),
 }
 
 
@@ -90,7 +100,7 @@ def test_a_doubled_or_late_release_harms_nobody() -> None:
     r.release(runner, lease, done=False)
     again = r.turn(lambda: r.index.release(runner.id, 99, LeaseId(lease.number), 50))
     assert isinstance(again, UnknownLease)
-    assert isinstance(r.turn(lambda: r.index.extend(runner.id, 99, LeaseId(lease.number), ONE)), UnknownLease)
+    assert isinstance(r.turn(lambda: extend_one(r.index, runner.id, LeaseId(lease.number), ONE)), UnknownLease)
     r.events_done(runner)
     assert r.index.stats().pools[0].free == 16
     assert isinstance(r.turn(lambda: r.index.release(runner.id, 99, LeaseId(lease.number), 51)), UnknownLease)
@@ -176,7 +186,7 @@ def test_an_extend_waits_and_is_answered() -> None:
         r.commit(runner, each)
         r.release(runner, each)
     assert r.extend(runner, lease, [2] * 20) is None
-    refused = r.turn(lambda: r.index.extend(runner.id, 99, LeaseId(lease.number), ONE))
+    refused = r.turn(lambda: extend_one(r.index, runner.id, LeaseId(lease.number), ONE))
     assert isinstance(refused, BadRequest), "one at a time"
     r.commit(runner, lease)
     r.steps()
@@ -196,7 +206,8 @@ def test_a_release_overtakes_an_extend_that_waits() -> None:
     assert r.extend(runner, lease, [2] * 20) is None
     r.release(runner, lease)
     assert [type(wake.result) for wake in r.wakes[-2:]] != [Grant, Grant]
-    assert any(isinstance(wake.result, Changed) for wake in r.wakes)
+    (extended,) = [wake.result for wake in r.wakes if isinstance(wake.result, Extended)]
+    assert isinstance(extended.results[0], Changed)
     r.settle()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from sglcache.client import Client, Worker
+from sglcache.client import Client, Lease, Pending, Worker
 from sglcache.errors import BadRequest, Busy, Changed, Forbidden, NoSpace, SessionEnded
 from sglcache.memory.rings import EventRing
 from sglcache.testing.daemon import Daemon, Puppet, until
@@ -46,9 +47,9 @@ class Rig:
             daemon.worker(self.scheduler.token, shard, ring=ring) for shard, ring in enumerate(rings or [None, None])
         ]
 
-    def record(self, ticket: int) -> None:
+    def record(self, pending: Pending[Any]) -> None:
         for worker in self.workers:
-            worker.record(ticket)
+            worker.record(pending.ticket)
 
     def close(self) -> None:
         for member in (*self.workers, self.scheduler):
@@ -102,14 +103,13 @@ def test_a_commit_takes_effect_when_the_last_shard_has_recorded(rig: Rig, order:
     for step, who in enumerate(order):
         assert cached(scheduler) == 0, f"cached after {order[:step]}"
         if who == "commit":
-            assert lease.commit_begin() == ticket
+            begun = lease.commit_begin()
+            assert begun.ticket == ticket
         else:
             worker = rig.workers[int(who[-1])]
             worker.record(ticket)
             barrier(worker)
-    committed = scheduler.wait(ticket)
-    assert committed is not None
-    assert committed.committed_tokens == len(TOKENS)
+    assert begun.wait().committed_tokens == len(TOKENS)
     assert cached(scheduler) == len(TOKENS)
     end(rig, lease)
 
@@ -119,10 +119,10 @@ def barrier(worker: Worker) -> None:
     worker.ping()
 
 
-def end(rig: Rig, lease: object, *, ticket: int | None = None) -> None:
-    ticket = lease.release_begin() if ticket is None else ticket  # type: ignore[attr-defined]
-    rig.record(ticket)
-    rig.scheduler.wait(ticket)
+def end(rig: Rig, lease: Lease) -> None:
+    pending = lease.release_begin()
+    rig.record(pending)
+    pending.wait()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([(1, 0), (1, 1), (2, 0), (2, 1)])), ids=str)
@@ -131,7 +131,7 @@ def test_commits_take_effect_in_the_schedulers_order(rig: Rig, order: tuple[tupl
     scheduler = rig.scheduler
     lease = scheduler.acquire(TOKENS)
     first, second = lease.commit_begin(32), lease.commit_begin(64)
-    assert (first, second) == (1, 2)
+    assert (first.ticket, second.ticket) == (1, 2)
     done = {1: set(), 2: set()}  # type: ignore[var-annotated]
     for ticket, shard in order:
         rig.workers[shard].record(ticket)
@@ -139,31 +139,32 @@ def test_commits_take_effect_in_the_schedulers_order(rig: Rig, order: tuple[tupl
         done[ticket].add(shard)
         expected = 0 if len(done[1]) < 2 else 32 if len(done[2]) < 2 else 64
         assert cached(scheduler) == expected
-    scheduler.wait(second)
-    scheduler.wait(first)
+    second.wait()
+    first.wait()
     end(rig, lease)
 
 
 def test_a_release_waits_for_every_shard(daemon: Daemon, rig: Rig) -> None:
     lease = rig.scheduler.acquire(TOKENS)
-    ticket = lease.release_begin()
-    rig.workers[0].record(ticket)
+    pending = lease.release_begin()
+    rig.workers[0].record(pending.ticket)
     barrier(rig.workers[0])
     assert daemon.pool()["leased"] == 16
-    rig.workers[1].record(ticket)
-    assert rig.scheduler.wait(ticket) is None
+    assert not pending.done
+    rig.workers[1].record(pending.ticket)
+    pending.wait()
     assert daemon.pool()["leased"] == 0
 
 
 def test_the_same_record_twice_counts_once(daemon: Daemon, rig: Rig) -> None:
     lease = rig.scheduler.acquire(TOKENS)
-    ticket = lease.release_begin()
-    rig.workers[0].record(ticket)
-    rig.workers[0].record(ticket)
+    pending = lease.release_begin()
+    rig.workers[0].record(pending.ticket)
+    rig.workers[0].record(pending.ticket)
     barrier(rig.workers[0])
     assert daemon.pool()["leased"] == 16
-    rig.workers[1].record(ticket)
-    rig.scheduler.wait(ticket)
+    rig.workers[1].record(pending.ticket)
+    pending.wait()
 
 
 def test_an_event_that_is_not_in_the_ring_ends_its_worker_and_the_session(daemon: Daemon, rig: Rig) -> None:
@@ -185,15 +186,15 @@ def test_a_commit_waits_for_its_event(daemon: Daemon) -> None:
     ring = Held()
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        ticket = lease.commit_begin()
+        pending = lease.commit_begin()
         assert cached(runner) == 0
         ring.let_go()
-        runner.wait(ticket)
+        pending.wait()
         assert cached(runner) == 64
-        ticket = lease.release_begin()
+        released = lease.release_begin()
         assert daemon.pool()["locked"] == 16
         ring.let_go()
-        runner.wait(ticket)
+        released.wait()
         assert daemon.pool()["locked"] == 0
         runner._ring = None  # its goodbye needs no event
 
@@ -203,23 +204,19 @@ def test_sessions_do_not_wait_for_each_others_events(daemon: Daemon) -> None:
     slow, fast = Held(), Held()
     with daemon.client(ring=slow) as one, daemon.client(ring=fast) as other:
         leases = [one.acquire(TOKENS), other.acquire(TOKENS)]
-        tickets = [lease.commit_begin() for lease in leases]
+        begun = [lease.commit_begin() for lease in leases]
         own = leases[0].slots.tolist()
         fast.let_go()
-        committed = other.wait(tickets[1])
-        assert committed is not None
-        assert committed.num_duplicates == 0
+        assert begun[1].wait().num_duplicates == 0
         slow.let_go()
-        committed = one.wait(tickets[0])
-        assert committed is not None
-        assert committed.num_duplicates == 16
+        assert begun[0].wait().num_duplicates == 16
         # The loser reads the winner's pages from now on; its own are its own until it has said so.
         assert leases[0].slots.tolist() == leases[1].slots.tolist() != own
         assert daemon.pool()["leased"] == 16
         for runner, lease, ring in zip((one, other), leases, (slow, fast), strict=True):
-            ticket = lease.release_begin()
+            released = lease.release_begin()
             ring.let_go()
-            runner.wait(ticket)
+            released.wait()
             runner._ring = None
         assert daemon.pool()["leased"] == 0
 
@@ -228,15 +225,15 @@ def test_events_may_be_done_out_of_order_and_take_effect_in_order(daemon: Daemon
     ring = Held()
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        tickets = [lease.commit_begin(tokens) for tokens in (16, 32, 48, 64)]
+        begun = [lease.commit_begin(tokens) for tokens in (16, 32, 48, 64)]
         for which, expected in ((3, 0), (1, 0), (0, 32), (0, 64)):
             ring.let_go(which)
             until(lambda expected=expected: cached(runner) == expected)  # type: ignore[misc]
-        for ticket in reversed(tickets):
-            runner.wait(ticket)
-        ticket = lease.release_begin()
+        for pending in reversed(begun):
+            pending.wait()
+        released = lease.release_begin()
         ring.let_go()
-        runner.wait(ticket)
+        released.wait()
         runner._ring = None
 
 
@@ -244,12 +241,12 @@ def test_more_events_than_the_ring_has_are_refused_here(daemon: Daemon) -> None:
     ring = Held(2)
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        tickets = [lease.commit_begin(16), lease.commit_begin(32)]
+        begun = [lease.commit_begin(16), lease.commit_begin(32)]
         with pytest.raises(Busy):
             lease.commit_begin(48)
-        for ticket in tickets:
+        for pending in begun:
             ring.let_go()
-            runner.wait(ticket)
+            pending.wait()
         runner._ring = None
 
 
@@ -257,13 +254,13 @@ def test_a_discarded_commit_never_takes_effect(daemon: Daemon) -> None:
     ring = Held()
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        ticket = lease.commit_begin()
-        gone = runner.begin_end(lease, discard=True)
+        pending = lease.commit_begin()
+        gone = lease.abort_begin()
         with pytest.raises(Changed):
-            runner.wait(ticket)
+            pending.wait()
         ring.let_go()
         ring.let_go()
-        runner.wait(gone)
+        gone.wait()
         assert cached(runner) == 0
         runner._ring = None
 
@@ -309,18 +306,18 @@ def test_a_killed_worker_ends_the_session_once(daemon: Daemon) -> None:
         for shard, puppet in enumerate((one, other)):
             puppet.do(f"worker = Worker(bytes.fromhex('{scheduler.token.hex()}'), {shard}, socket)")
         lease = scheduler.acquire(TOKENS)
-        ticket = lease.commit_begin(32)
+        first = lease.commit_begin(32)
         for puppet in (one, other):
-            puppet.do(f"worker.record({ticket})")
-        scheduler.wait(ticket)
+            puppet.do(f"worker.record({first.ticket})")
+        first.wait()
         pending = lease.commit_begin()
-        one.do(f"worker.record({pending})")
+        one.do(f"worker.record({pending.ticket})")
         daemon.settle()
 
         one.process.kill()
 
         with pytest.raises(SessionEnded):
-            scheduler.wait(pending)
+            pending.wait()
         for _ in range(2):
             with pytest.raises(SessionEnded):
                 scheduler.acquire(TOKENS)
