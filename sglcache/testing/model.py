@@ -27,6 +27,7 @@ class Item:
     ticket: int
     request: int
     pages: int = 0  # a commit's: whole pages of the lease's sequence
+    whole: bool = False  # a commit's: of all that had pages when it was planned
     seen: int = 0  # the highest reply number that the runner had read when it sent this
     discard: bool = False
     issued: bool = False  # the command was sent (its event may be done before)

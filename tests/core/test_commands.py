@@ -255,3 +255,232 @@ def test_events_of_refused_commands_are_forgotten() -> None:
         index.commit(session, 3, grant.lease, ticket + 1)
         index.event_done(session, ticket + 1)
     assert len(index.sessions[session].events) <= 257
+
+
+# -- waiting for copies of ours ----------------------------------------------------------------------------------
+
+
+def commit_and_release(r: Rig, runner: Runner, tokens: list[int]) -> None:
+    lease = lease_of(r, runner, tokens)
+    r.commit(runner, lease)
+    r.release(runner, lease)
+
+
+def answers(r: Rig, kind: type[Any]) -> list[Any]:
+    return [wake.result for wake in r.wakes if isinstance(wake.result, kind)]
+
+
+def test_who_is_locked_out_by_our_own_copy_waits_for_its_end() -> None:
+    r, runner = rig(num_pages=8, host_pages=16)
+    commit_and_release(r, runner, list(range(24)))
+    assert r.acquire(runner, [1] * 32) is None
+    assert not r.step(), "there is nothing to do but wait"
+    assert r.index.stats().num_waiting == 1
+    r.copies_done()
+    assert r.index.busy
+    r.steps()
+    (grant,) = answers(r, Grant)
+    assert len(grant.slots) // 4 == 8
+    r.settle()
+
+
+def test_what_runners_lock_is_not_waited_for() -> None:
+    r, runner = rig(num_pages=8, host_pages=16)
+    held = lease_of(r, runner, list(range(24)))
+    r.commit(runner, held)
+    assert isinstance(r.acquire(runner, [1] * 12), NoSpace), "the lease holds it, whether the copy ends or not"
+    r.release(runner, held)
+    assert r.acquire(runner, [1] * 12) is None
+    r.settle()
+
+
+def test_nobody_overtakes_who_waits_for_a_copy_and_no_more_is_promised_than_there_is() -> None:
+    r, runner = rig(num_pages=8, host_pages=16)
+    commit_and_release(r, runner, list(range(24)))
+    assert r.acquire(runner, [1] * 24) is None
+    assert r.acquire(runner, [2] * 4) is None, "there is a free page, but somebody waits"
+    assert isinstance(r.acquire(runner, [3] * 8), NoSpace)
+    assert isinstance(r.acquire(runner, range(24)), LeaseModel), "who needs none waits for nobody"
+    r.release(runner, next(lease for lease in runner.session.leases if not lease.waiting))
+    r.copies_done()
+    r.steps()
+    assert [len(grant.slots) // 4 for grant in answers(r, Grant)] == [6, 1]
+    r.settle()
+
+
+def test_who_waits_for_a_copy_is_refused_once_it_is_over_and_there_is_no_room() -> None:
+    r, runner = rig(num_pages=8, host_pages=16)
+    commit_and_release(r, runner, list(range(24)))
+    assert r.acquire(runner, [1] * 24) is None
+    assert r.acquire(runner, [2] * 4) is None
+    r.pin(runner, pack(range(24)), ROOT, "owner", 9.0)
+    assert not r.step()
+    r.copies_done()
+    r.steps()
+    (error,) = answers(r, NoSpace)
+    assert (error.need, error.free, error.locked, error.promised) == (6, 2, 6, 1)
+    (grant,) = answers(r, Grant)
+    assert len(grant.slots) // 4 == 1, "and those behind it go on"
+    r.settle()
+
+
+def test_a_copy_that_fails_ends_too() -> None:
+    r, runner = rig(num_pages=8, host_pages=16)
+    commit_and_release(r, runner, list(range(24)))
+    assert r.acquire(runner, [1] * 32) is None
+    r.copy_done(r.in_flight()[0], ok=False)
+    r.steps()
+    assert len(answers(r, Grant)) == 1
+    r.settle()
+
+
+def test_a_wait_for_a_copy_ends_with_its_session() -> None:
+    r, other = rig(num_pages=8, host_pages=16)
+    runner = r.open_session()
+    commit_and_release(r, other, list(range(24)))
+    assert r.acquire(runner, [1] * 24) is None
+    assert r.acquire(other, [2] * 4) is None
+    r.end_session(runner)
+    assert isinstance(r.wakes[-1].result, SessionEnded)
+    assert r.index.busy, "those behind it need not wait for the copy"
+    r.steps()
+    assert len(answers(r, Grant)) == 1
+    r.settle()
+
+
+# -- extends of many leases -----------------------------------------------------------------------------------------
+
+
+def test_extends_of_a_batch_are_each_for_themselves_in_order() -> None:
+    r, runner = rig(num_pages=8)
+    leases = [lease_of(r, runner, [n] * 4) for n in range(5)]
+    two, one = pack([9] * 8), pack([9] * 4)
+    extended = r.extend_all(
+        runner,
+        [(leases[0], two, 0, None), (leases[1], two, 0, None), (leases[2], one, 0, None), (leases[3], b"", 0, None)],
+    )
+    assert isinstance(extended, Extended)
+    kinds = [len(each) // 4 if isinstance(each, bytes) else type(each) for each in extended.results]
+    assert kinds == [2, NoSpace, 1, 0], "the second finds one page left, and the third does with that"
+    error = extended.results[1]
+    assert isinstance(error, NoSpace)
+    assert (error.need, error.free, error.promised) == (2, 3, 2)
+    assert [len(lease.tokens) // 4 for lease in leases] == [12, 4, 8, 4, 4]
+    r.settle()
+
+
+def test_a_lease_is_extended_once_by_a_command() -> None:
+    r, runner = rig()
+    lease = lease_of(r, runner, [1] * 4)
+    extended = r.extend_all(runner, [(lease, pack([2] * 4), 0, None), (lease, pack([3] * 4), 0, None)])
+    assert isinstance(extended, Extended)
+    assert [type(each) for each in extended.results] == [bytes, BadRequest]
+    assert isinstance(r.extend(runner, lease, [3] * 4), bytes)
+    r.settle()
+
+
+def test_of_a_batch_that_waits_those_are_refused_that_do_not_fit_in_the_end() -> None:
+    r, runner = rig(num_pages=10, host_pages=16)
+    leases = [lease_of(r, runner, [n] * 4) for n in range(3)]
+    commit_and_release(r, runner, list(range(100, 124)))
+    assert r.extend_all(runner, [(lease, pack([9] * 4 * n), 0, None) for n, lease in enumerate(leases, 1)]) is None
+    r.pin(runner, pack(range(100, 120)), ROOT, "owner", 9.0)
+    r.copies_done()
+    r.steps()
+    (extended,) = answers(r, Extended)
+    assert [type(each) for each in extended.results] == [bytes, NoSpace, NoSpace]
+    assert isinstance(r.extend(runner, leases[1], [9] * 4), bytes), "it was left as it was"
+    r.settle()
+
+
+def test_a_batch_that_waits_goes_on_without_what_was_released() -> None:
+    r, runner = rig(num_pages=8, host_pages=16)
+    one, other = lease_of(r, runner, [1] * 4), lease_of(r, runner, [2] * 4)
+    commit_and_release(r, runner, list(range(100, 124)))
+    assert r.extend_all(runner, [(one, pack([9] * 8), 0, None), (other, pack([9] * 8), 0, None)]) is None
+    r.release(runner, one)
+    assert answers(r, Extended) == []
+    r.copies_done()
+    r.steps()
+    (extended,) = answers(r, Extended)
+    assert [type(each) for each in extended.results] == [Changed, bytes]
+    r.settle()
+
+
+# -- matches that were agreed on, pages for a part, and back at once -------------------------------------------------
+
+
+def test_an_exact_match_or_none() -> None:
+    r, runner = rig(num_pages=32)
+    commit_and_release(r, runner, list(range(24)))
+    assert lease_of(r, runner, list(range(24)), exact=16).matched == 4, "no more than was agreed on"
+    changed = r.acquire(runner, range(32), exact=28)
+    assert isinstance(changed, Changed)
+    assert (changed.exact, changed.matched_tokens) == (28, 24)
+    assert lease_of(r, runner, list(range(32)), exact=24).matched == 6
+    assert lease_of(r, runner, list(range(32)), exact=0).matched == 0
+    r.settle()
+
+
+@pytest.mark.parametrize("host_pages", [0, 64])
+def test_a_prompt_larger_than_the_pool_is_computed_chunk_by_chunk_until_there_is_no_room(host_pages: int) -> None:
+    r, runner = rig(num_pages=16, host_pages=host_pages)
+    prompt = list(range(100_000))
+    commit_and_release(r, runner, prompt[:10])
+    lease = lease_of(r, runner, prompt, room=8)
+    assert (lease.matched, len(lease.table)) == (2, 4)
+    upto = 16
+    while True:
+        r.copies_done()
+        r.commit(runner, lease)
+        assert r.peek(prompt) == (upto, upto)
+        beyond = r.turn(lambda: r.index.commit(runner.id, 1, LeaseId(lease.number), 99, tokens=upto + 1))  # noqa: B023
+        assert isinstance(beyond, BadRequest)
+        assert beyond.room == upto
+        extended = r.extend(runner, lease, b"", upto=upto + 12)
+        if isinstance(extended, NoSpace):
+            break
+        upto += 12
+    assert upto == 64
+    r.release(runner, lease)
+    assert r.peek(prompt) == (64, 64), "what was computed is a hit later"
+    r.settle()
+
+
+def test_an_extend_takes_no_page_away() -> None:
+    r, runner = rig()
+    lease = lease_of(r, runner, list(range(40)), room=20)
+    assert r.extend(runner, lease, b"", upto=4) == b""
+    assert r.extend(runner, lease, b"", upto=1000) != b""
+    assert len(lease.table) == 10
+    r.settle()
+
+
+def test_what_nobody_was_told_of_is_given_back_at_once() -> None:
+    """With commits of others before it that wait for their events, and for nobody's."""
+    r, runner = rig(num_pages=8)
+    busy = lease_of(r, runner, [1] * 16)
+    item = r.commit(runner, busy, done=False)
+    fresh = lease_of(r, runner, [2] * 16)
+    assert r.cancel(runner, fresh) is True
+    lease_of(r, runner, [3] * 16)
+    used = r.turn(lambda: r.index.cancel(runner.id, 99, LeaseId(busy.number)))
+    assert isinstance(used, BadRequest), "its workers were told of a ticket"
+    r.event_done(runner, item, 0)
+    r.settle()
+
+
+def test_a_cancel_waits_for_what_is_being_loaded() -> None:
+    r, runner = rig(num_pages=8, host_pages=16)
+    for first in (0, 100):
+        lease = lease_of(r, runner, list(range(first, first + 32)))
+        r.commit(runner, lease)
+        r.copies_done()
+        r.release(runner, lease)
+    lease = lease_of(r, runner, list(range(32)))
+    assert r.cancel(runner, lease) is False
+    assert isinstance(r.turn(lambda: r.index.cancel(runner.id, 99, LeaseId(lease.number))), UnknownLease)
+    r.copies_done()
+    assert lease.over
+    assert r.peek(range(32)) == (32, 32), "what was loaded stays"
+    r.settle()
