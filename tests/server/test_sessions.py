@@ -156,6 +156,71 @@ def test_a_release_waits_for_every_shard(daemon: Daemon, rig: Rig) -> None:
     assert daemon.pool()["leased"] == 0
 
 
+@pytest.mark.parametrize("verb", ["commit", "release", "abort"])
+def test_what_would_wait_for_a_ticket_that_nobody_knows_is_refused(daemon: Daemon, rig: Rig, verb: str) -> None:
+    """By the name of the verb that gives the ticket out; and the lease is as it was."""
+    lease = rig.scheduler.acquire(TOKENS)
+    with pytest.raises(Forbidden, match=f"{verb}_begin"):
+        getattr(lease, verb)()
+    assert daemon.pool()["leased"] == 16
+    assert not lease.ended
+    pending = lease.commit_begin()
+    assert pending.ticket == 1
+    rig.record(pending)
+    assert pending.wait().committed_tokens == 64
+    end(rig, lease)
+
+
+def test_a_with_statement_of_a_scheduler_is_refused_and_leaks_nothing(daemon: Daemon, rig: Rig) -> None:
+    """Its end would have to wait for a ticket. A lease whose pages nobody can know goes back; another stays."""
+    with pytest.raises(Forbidden, match="release_begin"), rig.scheduler.acquire(TOKENS):
+        raise AssertionError("unreachable")
+    assert daemon.pool()["leased"] == 0
+    lease = rig.scheduler.acquire(TOKENS)
+    told = lease.slots.tolist()
+    with pytest.raises(Forbidden, match="release_begin"), lease:
+        raise AssertionError("unreachable")
+    assert daemon.pool()["leased"] == len(told) == 16
+    end(rig, lease)
+
+
+def test_an_abort_drops_commits_and_waits_for_every_shard(daemon: Daemon, rig: Rig) -> None:
+    lease = rig.scheduler.acquire(TOKENS)
+    commit, abort = lease.commit_begin(), lease.abort_begin()
+    with pytest.raises(Changed):
+        commit.wait()
+    rig.record(commit)
+    rig.workers[0].record(abort.ticket)
+    barrier(rig.workers[0])
+    assert daemon.pool()["leased"] == 16
+    rig.workers[1].record(abort.ticket)
+    abort.wait()
+    assert daemon.pool()["leased"] == 0
+    assert cached(rig.scheduler) == 0
+
+
+def test_a_worker_names_the_moment_that_a_ticket_is_for(daemon: Daemon) -> None:
+    """It is a batch ahead when it learns of the ticket, and that batch is not waited for."""
+    rings = [Held(), Held()]
+    rig = Rig(daemon, [*rings])
+    lease = rig.scheduler.acquire(TOKENS)
+    moment = rig.scheduler.record()
+    first = [worker.record() for worker in rig.workers]
+    for worker in rig.workers:
+        worker.record()  # the next batch
+    commit = lease.commit_begin(event=moment)
+    for worker, event in zip(rig.workers, first, strict=True):
+        worker.record(commit.ticket, event)
+    rings[0].let_go()
+    barrier(rig.workers[1])
+    assert not commit.done
+    rings[1].let_go()
+    assert commit.wait().committed_tokens == 64
+    for worker in rig.workers:
+        worker._ring = None  # their goodbye needs no event
+    rig.close()
+
+
 def test_the_same_record_twice_counts_once(daemon: Daemon, rig: Rig) -> None:
     lease = rig.scheduler.acquire(TOKENS)
     pending = lease.release_begin()
