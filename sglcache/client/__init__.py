@@ -5,14 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglcache.client.client import Client, Committed, Dump, Lease, Peeked, Worker
+    from sglcache.client.client import Client, Committed, Dump, Event, Extension, Lease, Peeked, Pending, Worker
+    from sglcache.client.stages import acquire_alike
 
-__all__ = ["Client", "Committed", "Dump", "Lease", "Peeked", "Worker"]
+__all__ = [
+    "Client",
+    "Committed",
+    "Dump",
+    "Event",
+    "Extension",
+    "Lease",
+    "Peeked",
+    "Pending",
+    "Worker",
+    "acquire_alike",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sglcache.client import client
+    from sglcache.client import client, stages
 
-    return getattr(client, name)
+    return getattr(stages if name == "acquire_alike" else client, name)

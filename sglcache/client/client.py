@@ -10,6 +10,10 @@ A runner of one process is a `Client` (role "runner"). One of several is a `Clie
 pool, and a `Worker(token, shard)` in each process that touches pages: the scheduler hands them the tickets of its
 commits and releases, and each says `record(ticket)` once its work for it is enqueued.
 
+Every verb that has an answer worth waiting for has a second form, `peek_begin`, `acquire_begin`, `commit_begin`, ...,
+which sends and returns a `Pending`: `wait` for it when it suits you, in any order. A loop that must not block looks
+with `Client.poll`, and may sleep on `Client.fileno` together with its other work.
+
 Every object may be used from several threads; it does one thing at a time, and who waits keeps the others out. In a
 forked child it is closed: the child must attach anew. Torch is loaded when `pool` is first asked for.
 """
@@ -21,16 +25,17 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from sglcache import paths
-from sglcache.client.connection import Connection, Request
+from sglcache.client.connection import Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
 from sglcache.core.key import pack
 from sglcache.errors import BadRequest, ClosedError, ConfigError, SglcacheError
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
 
 NUM_EVENTS = 4096  # of a member's ring: as many of its commits and releases may be held back at a time
 
+T = TypeVar("T")
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[Any] | bytes
 """Token ids: any integers that fit uint32, or bytes that are packed uint32 little-endian already."""
 
@@ -53,6 +59,48 @@ class Peeked(NamedTuple):
 
     device_tokens: int
     matched_tokens: int  # device and host together
+
+
+class Event(NamedTuple):
+    """A moment in a member's work, by `record`: whoever waits for it knows that what was enqueued before is done."""
+
+    event: int
+    generation: int  # 0: of a member that touches no pages
+    seen: int = 0  # the commits whose answers had been read: only uses of the pages they replaced lie before this
+
+
+class Extension(NamedTuple):
+    """What one lease of a batch is to get; as in `Lease.extend`."""
+
+    lease: Lease
+    tokens: Tokens = ()
+    reserve: int = 0
+    upto: int | None = None
+
+
+class NamespaceOptions(TypedDict, total=False):
+    """What keeps requests apart that must not share pages."""
+
+    lora: str | None
+    extra_key: str | None
+    cache_salt: str | None
+
+
+class AcquireOptions(NamespaceOptions, total=False):
+    """Of an acquire, all optional."""
+
+    limit: int | None
+    """Match at most so many tokens."""
+    exact: int | None
+    """Match so many, whole pages, or raise Changed with `matched_tokens`, what it would be now, and change nothing."""
+    reserve: int
+    """Pages for so many tokens beyond the last."""
+    room: int | None
+    """Pages for the match and so many tokens beyond it only; `Lease.extend(upto=...)` gets more."""
+    session_id: str | None
+    """Whose request this is, for the event stream."""
+    tenant: str | None
+    priority: int
 
 
 class Dump(NamedTuple):
@@ -174,13 +222,10 @@ class Member:
         """An event behind everything written so far; (0, 0) of a member that touches nothing."""
         return (0, 0) if self._ring is None else self._ring.record_unrung()
 
-    def _call(self, command: Request) -> control.Granted | control.CommitDone | control.Done:
+    def _call(self, command: Request) -> dict[str, Any]:
         connection = self._connection
         connection.send(command)
-        return connection.wait(command.request)
-
-    def _facts(self, command: Request) -> dict[str, Any]:
-        answer = self._call(command)
+        answer = connection.wait(command.request)
         assert isinstance(answer, control.Done), f"{command} was answered {answer}"
         return answer.facts
 
@@ -227,74 +272,82 @@ class Client(Member):
         super().__init__(path, control.Hello(control.PROTOCOL, _name(name), role, num_events=num_events), ring)
         self.token = self._welcome.session
         """What a scheduler's workers attach with."""
+        self.has_workers = role == "scheduler"
         self._ticket = 0
-        self._seen = 0  # the highest number of a CommitDone that was read
-        self._begun: dict[int, tuple[int, Lease]] = {}  # ticket → (request, lease), not waited for yet
+        self._heard = 0  # the highest number of a CommitDone that has come
+        self._unread: dict[int, tuple[Pending[Committed], Lease]] = {}  # by number, what may not have been waited for
 
     # -- a runner's journey -----------------------------------------------------------------------------
 
-    def acquire(
-        self,
-        tokens: Tokens,
-        *,
-        lora: str | None = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-        session_id: str | None = None,
-        tenant: str | None = None,
-        priority: int = 0,
-        limit: int | None = None,
-        reserve: int = 0,
-    ) -> Lease:
-        """Find what is cached of `tokens`, pin it, and get pages for the rest, with room for `reserve` tokens more.
+    def acquire(self, tokens: Tokens, **options: Unpack[AcquireOptions]) -> Lease:
+        """Find what is cached of `tokens`, pin it, and get pages for the rest; see `AcquireOptions`.
 
-        At most `limit` tokens are matched. NoSpace: locks leave too few pages, and nothing was changed.
+        NoSpace: leases and pins leave too few pages. Changed: not `exact` so many match. Nothing was changed then.
         """
+        return self.acquire_begin(tokens, **options).wait()
+
+    def acquire_begin(self, tokens: Tokens, **options: Unpack[AcquireOptions]) -> Pending[Lease]:
+        """As `acquire`, without waiting. Several are served in their order, and may be answered in another."""
         packed = pack(tokens)
-        _check_counts(limit=limit, reserve=reserve, priority=priority)
-        _check_names(lora=lora, extra_key=extra_key, cache_salt=cache_salt, session_id=session_id, tenant=tenant)
+        _check(options)
         connection = self._connection
         with connection.lock:
-            answer = self._call(
-                control.Acquire(
-                    connection.number(),
-                    packed,
-                    lora,
-                    extra_key,
-                    cache_salt,
-                    session_id,
-                    tenant,
-                    priority,
-                    limit,
-                    reserve,
-                )
-            )
-        return Lease(self, packed, cast(control.Granted, answer))
+            request = connection.number()
+            pending = Pending(connection, request, partial(Lease, self, packed))
+            return connection.begin(control.Acquire(request, packed, **options), pending)
 
-    def wait(self, ticket: int) -> Committed | None:
-        """What a begun commit came to; None of a release, once it is over. Each ticket can be waited for once."""
+    def extend(self, batch: Iterable[Extension | tuple[Any, ...]]) -> list[SglcacheError | None]:
+        """Extend many leases by one command, as for a step of a batch: for each, in order, None or why it was not.
+
+        Each for itself: where there is no room for one, NoSpace is its result, it is as it was, and all others have
+        what they asked for, in the order of the batch as far as the room goes. So the step goes on without those alone,
+        and what is preempted for them is the caller's choice.
+        """
+        return self.extend_begin(batch).wait()
+
+    def extend_begin(self, batch: Iterable[Extension | tuple[Any, ...]]) -> Pending[list[SglcacheError | None]]:
+        """As `extend`, without waiting."""
+        return self._send_extend([Extension(*each) for each in batch], _errors)
+
+    def record(self) -> Event:
+        """This moment, to be named by a later command: what was written so far is behind it, and nothing after.
+
+        Of a scheduler it says what had been read of the answers, while its workers record the rest.
+        """
         with self._connection.lock:
-            begun = self._begun.pop(ticket, None)
-            if begun is None:
-                raise BadRequest(f"ticket {ticket} was not begun here, or was waited for", ticket=ticket)
-            return self._finish(*begun)
+            return self._now()
+
+    # -- answers, without waiting -------------------------------------------------------------------------
+
+    def poll(self) -> list[Pending[Any]]:
+        """Those of what was begun that were answered since the last poll and not waited for, in order. Never waits.
+
+        Unavailable, or why the daemon threw this client out: no answer will come any more.
+        """
+        self._connection.look()
+        return self._connection.news()
+
+    def fileno(self) -> int:
+        """What to select on: readable when answers may have come. Poll until it says nothing, then sleep on this.
+
+        Without a poll before, what other calls have found on their way may have been read already.
+        """
+        return self._connection.fileno()
 
     # -- looking, pinning, clearing ---------------------------------------------------------------------
 
-    def peek(
-        self,
-        tokens: Tokens,
-        *,
-        lora: str | None = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-    ) -> Peeked:
+    def peek(self, tokens: Tokens, **namespace: Unpack[NamespaceOptions]) -> Peeked:
         """How far a match would reach, without changing anything, not even the order of eviction."""
+        return self.peek_begin(tokens, **namespace).wait()
+
+    def peek_begin(self, tokens: Tokens, **namespace: Unpack[NamespaceOptions]) -> Pending[Peeked]:
+        """As `peek`, without waiting."""
         packed = pack(tokens)
-        _check_names(lora=lora, extra_key=extra_key, cache_salt=cache_salt)
-        with self._connection.lock:
-            facts = self._facts(control.Peek(self._connection.number(), packed, lora, extra_key, cache_salt))
-        return Peeked(facts["device_tokens"], facts["matched_tokens"])
+        _check(namespace)
+        connection = self._connection
+        with connection.lock:
+            request = connection.number()
+            return connection.begin(control.Peek(request, packed, **namespace), Pending(connection, request, _peeked))
 
     def pin(
         self,
@@ -308,33 +361,33 @@ class Client(Member):
     ) -> int:
         """Keep what is cached of `tokens` from eviction for `ttl_s` seconds, in the name of `owner`; its tokens."""
         packed = pack(tokens)
-        _check_names(owner=owner, lora=lora, extra_key=extra_key, cache_salt=cache_salt)
+        _check({"owner": owner, "lora": lora, "extra_key": extra_key, "cache_salt": cache_salt})
         if not 0 < ttl_s <= control.MAX_TTL_S:
             raise BadRequest(f"ttl_s={ttl_s}: more than 0 and at most {control.MAX_TTL_S} seconds", argument="ttl_s")
         with self._connection.lock:
             command = control.Pin(self._connection.number(), packed, owner, float(ttl_s), lora, extra_key, cache_salt)
-            return int(self._facts(command)["pinned_tokens"])
+            return int(self._call(command)["pinned_tokens"])
 
     def unpin(self, owner: str) -> int:
         """Let go of all that this client pinned in the name of `owner`; its pages. Of nothing is no error."""
         with self._connection.lock:
-            return int(self._facts(control.Unpin(self._connection.number(), owner))["pages"])
+            return int(self._call(control.Unpin(self._connection.number(), owner))["pages"])
 
     def clear(self, tier: Tier | str | None = None) -> dict[str, int]:
         """Drop every cached page of a tier, or of all; the pages by tier. Busy: something live holds it."""
         with self._connection.lock:
-            facts = self._facts(control.Clear(self._connection.number(), _tier(tier)))
+            facts = self._call(control.Clear(self._connection.number(), _tier(tier)))
         return dict(facts["pages"])
 
     def status(self, prove: bool = False) -> dict[str, Any]:
         """What the daemon holds, for whom. With `prove`, `violations` is what is wrong with its books."""
         with self._connection.lock:
-            return self._facts(control.Status(self._connection.number(), prove))
+            return self._call(control.Status(self._connection.number(), prove))
 
     def dump(self, tier: Tier | str) -> Dump:
         """Every block hash in a tier. Changed: the cache was too busy for that; try again."""
         with self._connection.lock:
-            facts = self._facts(control.Dump(self._connection.number(), _tier(tier) or ""))
+            facts = self._call(control.Dump(self._connection.number(), _tier(tier) or ""))
         hashes = np.frombuffer(facts["hashes"], "<i8").tolist()
         return Dump(Tier[facts["tier"]], facts["seq"], hashes)
 
@@ -355,40 +408,41 @@ class Client(Member):
 
     # -- for leases -------------------------------------------------------------------------------------
 
-    @staticmethod
-    def pack(tokens: Tokens) -> bytes:
-        return pack(tokens)
+    def send_extension(self, lease: Lease, tokens: Tokens, reserve: int, upto: int | None) -> Pending[None]:
+        return self._send_extend([Extension(lease, tokens, reserve, upto)], _error)
 
-    def extend(self, lease: int, tokens: bytes, reserve: int) -> control.Granted:
-        with self._connection.lock:
-            answer = self._call(control.Extend(self._connection.number(), lease, tokens, reserve))
-        return cast(control.Granted, answer)
+    def send_commit(self, lease: Lease, tokens: int | None, event: Event | None) -> Pending[Committed]:
+        _check({"tokens": tokens})
+        connection = self._connection
+        with connection.lock:
+            number, generation, seen = event or self._now()
+            request = connection.number()
+            ticket = self._ticket = self._ticket + 1
+            return connection.begin(
+                control.Commit(request, lease.id, ticket, seen, tokens, number, generation),
+                Pending(connection, request, lease.apply, partial(self._hear_commit, lease), ticket),
+            )
 
-    def commit(self, lease: Lease, tokens: int | None) -> Committed:
-        with self._connection.lock:
-            committed = self._finish(self._send_commit(lease, tokens), lease)
-        assert committed is not None
-        return committed
+    def send_release(self, lease: Lease, event: Event | None, *, discard: bool) -> Pending[None]:
+        connection = self._connection
+        with connection.lock:
+            command = self._release(lease, event, discard)
+            return connection.begin(command, Pending(connection, command.request, _nothing, ticket=command.ticket))
 
-    def begin_commit(self, lease: Lease, tokens: int | None) -> int:
-        with self._connection.lock:
-            request = self._send_commit(lease, tokens)
-            self._begun[self._ticket] = (request, lease)
-            return self._ticket
+    def send_release_unheard(self, lease: Lease, event: Event | None, *, discard: bool) -> None:
+        """Nobody asks what came of it."""
+        connection = self._connection
+        with connection.lock:
+            command = self._release(lease, event, discard)
+            connection.send(command)
+            connection.ignore(command.request)
 
-    def end(self, lease: Lease, *, discard: bool, wait: bool) -> None:
-        with self._connection.lock:
-            request = self._send_release(lease, discard)
-            if wait:
-                self._connection.wait(request)
-            else:
-                self._connection.ignore(request)
-
-    def begin_end(self, lease: Lease, *, discard: bool) -> int:
-        with self._connection.lock:
-            request = self._send_release(lease, discard)
-            self._begun[self._ticket] = (request, lease)
-            return self._ticket
+    def send_cancel(self, lease: Lease) -> Pending[None]:
+        connection = self._connection
+        with connection.lock:
+            request = connection.number()
+            pending = Pending(connection, request, _nothing, lease.cancelled)
+            return connection.begin(control.Cancel(request, lease.id), pending)
 
     def abandon(self, lease: Lease) -> None:
         """Abort while an error is on its way, which says more than what may go wrong here."""
@@ -397,27 +451,53 @@ class Client(Member):
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _send_commit(self, lease: Lease, tokens: int | None) -> int:
-        event, generation = self._record()
+    def _now(self) -> Event:
+        return Event(*self._record(), self._read())
+
+    def _read(self) -> int:
+        """Up to which number the answers to commits were all waited for, or are of no use: their lease has ended.
+
+        What a commit found to be a duplicate is the daemon's again once a command that says it has read so far is done.
+        An answer that was received and not waited for does not count: its lease still names the old pages.
+        """
+        unread = self._unread
+        while unread:
+            number = next(iter(unread))
+            pending, lease = unread[number]
+            if not (pending.finished or lease.ended):
+                return number - 1
+            del unread[number]
+        return self._heard
+
+    def _hear_commit(self, lease: Lease, pending: Pending[Committed], answer: control.CommitDone) -> None:
+        self._heard = answer.reply
+        self._unread[answer.reply] = (pending, lease)
+
+    def _release(self, lease: Lease, event: Event | None, discard: bool) -> control.Release:
+        number, generation, seen = event or self._now()
         request = self._connection.number()
         self._ticket += 1
-        self._connection.send(control.Commit(request, lease.id, self._ticket, self._seen, tokens, event, generation))
-        return request
-
-    def _send_release(self, lease: Lease, discard: bool) -> int:
         lease.ended = True
-        event, generation = self._record()
-        request = self._connection.number()
-        self._ticket += 1
-        self._connection.send(control.Release(request, lease.id, self._ticket, self._seen, discard, event, generation))
-        return request
+        return control.Release(request, lease.id, self._ticket, seen, discard, number, generation)
 
-    def _finish(self, request: int, lease: Lease) -> Committed | None:
-        answer = self._connection.wait(request)
-        if isinstance(answer, control.CommitDone):
-            self._seen = max(self._seen, answer.reply)
-            return lease.apply(answer)
-        return None
+    def _send_extend(self, batch: list[Extension], finish: Callable[[control.Extended], T]) -> Pending[T]:
+        items = []
+        for lease, tokens, reserve, upto in batch:
+            if reserve or upto is not None:
+                _check({"reserve": reserve, "upto": upto})
+            items.append(control.Extension(lease.id, pack(tokens), reserve, upto))
+        if len(items) > control.MAX_EXTENSIONS:
+            raise BadRequest(f"{len(items)} leases: at most {control.MAX_EXTENSIONS} by one command", leases=len(items))
+
+        def hear(pending: Pending[T], answer: control.Extended) -> None:
+            for extension, item, result in zip(batch, items, answer.results, strict=True):
+                if isinstance(result, bytes):
+                    extension.lease.grow(item.tokens, result)
+
+        connection = self._connection
+        with connection.lock:
+            request = connection.number()
+            return connection.begin(control.Extend(request, items), Pending(connection, request, finish, hear))
 
 
 class Worker(Member):
@@ -441,25 +521,56 @@ class Worker(Member):
         super().__init__(path, hello, ring)
         self.shard = shard
 
-    def record(self, ticket: int) -> None:
-        """My work for the scheduler's `ticket` is done: all that I have written so far is behind this."""
+    def record(self, ticket: int | None = None, event: Event | None = None) -> Event:
+        """My work for the scheduler's `ticket` is behind `event`, or, without one, behind all that I have enqueued.
+
+        Without a ticket nothing is sent: the event is for a later call. So a worker that is a batch ahead when it
+        learns of a ticket can name the moment that the ticket is for; the scheduler's command must name one that it
+        recorded then itself, or pages that its table has lost since may be taken from under the batch that reads them.
+        """
         with self._connection.lock:
-            self._connection.send(control.Recorded(ticket, *self._record()))
+            if event is None:
+                event = Event(*self._record())
+            if ticket is not None:
+                self._connection.send(control.Recorded(ticket, event.event, event.generation))
+        return event
 
 
-def _check_counts(**counts: int | None) -> None:
+def _peeked(answer: control.Done) -> Peeked:
+    return Peeked(answer.facts["device_tokens"], answer.facts["matched_tokens"])
+
+
+def _errors(answer: control.Extended) -> list[SglcacheError | None]:
+    return [
+        None if isinstance(each, bytes) else SglcacheError.from_code(each.code, each.message, each.facts)
+        for each in answer.results
+    ]
+
+
+def _error(answer: control.Extended) -> None:
+    (error,) = _errors(answer)
+    if error is not None:
+        raise error
+
+
+def _nothing(answer: control.Done) -> None:
+    """There is nothing to be told of it."""
+
+
+_LONG = frozenset(("extra_key", "cache_salt"))
+
+
+def _check(options: Mapping[str, object]) -> None:
     """What the frame could not carry is refused here, by its name: there it would end the connection."""
-    for name, count in counts.items():
-        least = -control.MAX_COUNT if name == "priority" else 0
-        if count is not None and not least <= count <= control.MAX_COUNT:
-            raise BadRequest(f"{name}={count}: {least} to {control.MAX_COUNT}", argument=name)
-
-
-def _check_names(**names: str | None) -> None:
-    for name, text in names.items():
-        most = control.MAX_SALT if name in ("extra_key", "cache_salt") else control.MAX_NAME
-        if text is not None and len(text) > most:
-            raise BadRequest(f"{name} of {len(text)} characters: at most {most}", argument=name)
+    for name, value in options.items():
+        if isinstance(value, str):
+            most = control.MAX_SALT if name in _LONG else control.MAX_NAME
+            if len(value) > most:
+                raise BadRequest(f"{name} of {len(value)} characters: at most {most}", argument=name)
+        elif value is not None:
+            least = -control.MAX_COUNT if name == "priority" else 0
+            if not isinstance(value, int) or not least <= value <= control.MAX_COUNT:
+                raise BadRequest(f"{name}={value}: {least} to {control.MAX_COUNT}", argument=name)
 
 
 def _name(name: str | None) -> str:
@@ -470,4 +581,17 @@ def _tier(tier: Tier | str | None) -> str | None:
     return tier.name if isinstance(tier, Tier) else tier.upper() if tier is not None else None
 
 
-__all__ = ["Client", "ClosedError", "Committed", "Dump", "Lease", "Peeked", "Worker"]
+__all__ = [
+    "AcquireOptions",
+    "Client",
+    "ClosedError",
+    "Committed",
+    "Dump",
+    "Event",
+    "Extension",
+    "Lease",
+    "NamespaceOptions",
+    "Peeked",
+    "Pending",
+    "Worker",
+]

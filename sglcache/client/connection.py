@@ -1,9 +1,9 @@
 """A client's end of the control socket: hello, requests and their answers, and what a forked child may not keep.
 
 Blocking, under one lock: a thread that waits for its answer keeps the others out, and answers that it finds on the
-way are kept for whom they are for. Requests can be sent ahead and waited for later, in any order; each that was sent
-should be waited for or ignored. While the daemon does not take what is sent, its answers are read, so that two that
-both write can't wait for each other.
+way are kept for whom they are for. Requests can be sent ahead and waited for later, in any order (`Pending`); each that
+was sent should be waited for or ignored. While the daemon does not take what is sent, its answers are read, so that two
+that both write can't wait for each other.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import socket as sockets
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from sglcache.errors import ClosedError, Forbidden, ProtocolError, SglcacheError, Unavailable
+from sglcache.errors import BadRequest, ClosedError, Forbidden, ProtocolError, SglcacheError, Unavailable
 from sglcache.wire import control
 from sglcache.wire.control import HEADER
 
@@ -38,6 +38,7 @@ Request: TypeAlias = (
     | control.Extend
     | control.Commit
     | control.Release
+    | control.Cancel
     | control.Peek
     | control.Pin
     | control.Unpin
@@ -49,11 +50,74 @@ Request: TypeAlias = (
     | control.Announce
     | control.Bye
 )
-Answer: TypeAlias = control.Granted | control.CommitDone | control.Done
+Answer: TypeAlias = control.Granted | control.Extended | control.CommitDone | control.Done
+T = TypeVar("T")
 
 _encode = control.encode
 _decode = msgspec.msgpack.Decoder(control.Answer).decode
 _decode_first = msgspec.msgpack.Decoder(control.Welcome | control.Refusal).decode
+
+
+class Pending(Generic[T]):
+    """Something that was begun: sent, and its answer not waited for.
+
+    Whoever begins a thing waits for it some time, in any order; `Client.poll` tells whose answers have come. It can be
+    waited for again, and says the same. Thread-safe.
+    """
+
+    __slots__ = ("_answer", "_connection", "_finish", "_hear", "_result", "finished", "request", "ticket")
+
+    def __init__(
+        self,
+        connection: Connection,
+        request: int,
+        finish: Callable[[Any], T],
+        hear: Callable[[Pending[T], Any], None] | None = None,
+        ticket: int | None = None,
+    ) -> None:
+        """`hear` takes in the answer when it comes, `finish` when it is waited for. With the connection's lock held."""
+        self._connection = connection
+        self._finish = finish
+        self._hear = hear
+        self._answer: Answer | control.Failure | None = None
+        self._result: T | None = None
+        self.finished = False
+        """It was waited for, and went well."""
+        self.request = request
+        self.ticket = ticket
+        """What the workers must `record` for this to be done; None where there is nothing to record."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Looks, and never waits."""
+        if self._answer is None and not self._connection.over:
+            with contextlib.suppress(SglcacheError):
+                self._connection.look()
+        return self._answer is not None or self._connection.over
+
+    def wait(self) -> T:
+        """What it came to. Raises what the daemon refused it with; Unavailable, ClosedError."""
+        connection = self._connection
+        with connection.lock:
+            if not self.finished:
+                answer = self._answer or connection.finish(self)
+                connection.forget(self)
+                if type(answer) is control.Failure:
+                    raise SglcacheError.from_code(answer.code, answer.message, answer.facts)
+                self._result = self._finish(answer)
+                self.finished = True
+            return cast(T, self._result)
+
+    def take(self, answer: Answer | control.Failure) -> None:
+        """The connection's: here is your answer. With its lock held."""
+        self._answer = answer
+        if self._hear is not None and type(answer) is not control.Failure:
+            self._hear(self, answer)
+
+    def __repr__(self) -> str:
+        ticket = "" if self.ticket is None else f", ticket {self.ticket}"
+        state = "done" if self._answer is not None else "under way"
+        return f"Pending(request {self.request}{ticket}, {state})"
 
 
 class Connection:
@@ -68,7 +132,9 @@ class Connection:
         self.lock = threading.Lock()
         self.fds: list[int] = []
         """What came with the welcome; whoever takes one out owns it."""
-        self._answers: dict[int, Answer | control.Failure] = {}
+        self._pending: dict[int, Pending[Any]] = {}  # by request, not answered
+        self._news: dict[int, Pending[Any]] = {}  # answered, and neither waited for nor told by `news`
+        self._answers: dict[int, Answer | control.Failure] = {}  # to requests that nobody has a Pending of
         self._ignored: set[int] = set()
         self._failed_spins = 0  # in a row
         self._rests = 0  # so many receptions sleep at once
@@ -94,9 +160,35 @@ class Connection:
         return self._request
 
     def send(self, command: control.Frame) -> None:
-        """Send without waiting for an answer. With the lock held."""
+        """Send without waiting for an answer. With the lock held. BadRequest: it is larger than a frame may be."""
         payload = _encode(command)
+        if len(payload) > control.MAX_FRAME:
+            raise BadRequest(
+                f"a {type(command).__name__} of {len(payload)} bytes: a frame has at most {control.MAX_FRAME}",
+                num_bytes=len(payload),
+            )
         self._write(len(payload).to_bytes(HEADER, "big") + payload)
+
+    def begin(self, command: Request, pending: Pending[T]) -> Pending[T]:
+        """Send; the answer will be the pending's. With the lock held."""
+        self.send(command)
+        self._pending[pending.request] = pending
+        return pending
+
+    def finish(self, pending: Pending[Any]) -> Answer | control.Failure:
+        """Read until it has its answer. With the lock held."""
+        request = pending.request
+        while True:
+            got = self._read()
+            if got.request == request:
+                del self._pending[request]
+                pending.take(got)
+                return got
+            self._keep(got)
+
+    def forget(self, pending: Pending[Any]) -> None:
+        """It is being waited for, so it is no news."""
+        self._news.pop(pending.request, None)
 
     def wait(self, request: int) -> Answer:
         """The answer to a request that was sent, or the error that it is. With the lock held."""
@@ -114,6 +206,23 @@ class Connection:
     def ignore(self, request: int) -> None:
         """Its answer will not be waited for. With the lock held."""
         self._ignored.add(request)
+
+    def look(self) -> None:
+        """Take in what has arrived, without waiting; where another thread is at it, it does. Without the lock held."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self.pull()
+            finally:
+                self.lock.release()
+
+    def news(self) -> list[Pending[Any]]:
+        """Those that were answered since this was last asked and are not waited for, in order."""
+        news: list[Pending[Any]] = []
+        with contextlib.suppress(KeyError):
+            while True:
+                news.append(self._news.popitem()[1])
+        news.reverse()
+        return news
 
     def pull(self) -> None:
         """Take in what has arrived, without waiting. With the lock held."""
@@ -138,6 +247,11 @@ class Connection:
     @property
     def closed(self) -> bool:
         return self._closed is not None
+
+    @property
+    def over(self) -> bool:
+        """No answer will come any more."""
+        return self._closed is not None or self._error is not None
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -280,11 +394,17 @@ class Connection:
         return recv(RECV_BYTES)
 
     def _keep(self, answer: Answer | control.Failure) -> None:
-        if answer.request in self._ignored:
-            self._ignored.remove(answer.request)
+        request = answer.request
+        pending = self._pending.pop(request, None)
+        if pending is not None:
+            self._news[request] = pending
+            pending.take(answer)
             return
-        if answer.request:
-            self._answers[answer.request] = answer
+        if request in self._ignored:
+            self._ignored.remove(request)
+            return
+        if request:
+            self._answers[request] = answer
             return
         assert isinstance(answer, control.Failure), f"an answer to no request: {answer}"
         self._error = SglcacheError.from_code(answer.code, answer.message, answer.facts)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.client.connection import Answer
+from sglcache.client.connection import Pending
+from sglcache.errors import BadRequest, Forbidden
 from sglcache.wire import control
 
 if TYPE_CHECKING:
-    from sglcache.client.client import Client, Tokens
+    from sglcache.client.client import Client, Event, Tokens
 
 
 class Committed(NamedTuple):
@@ -26,15 +28,18 @@ class Lease:
     """Made by `Client.acquire`. As a context manager it is aborted on an exception and released otherwise.
 
     Thread-safe as its client is. Ended, it takes no command but another release or abort, which do nothing.
+
+    Of a scheduler with workers, what waits for events (commit, release, abort, `with`) is Forbidden: the workers must
+    record a ticket first, so the scheduler begins these things, hands out the ticket, and waits later.
     """
 
-    __slots__ = ("_client", "_slots", "_table", "_tokens", "ended", "host_tokens", "id", "load", "matched_tokens")
+    __slots__ = ("_client", "_parts", "_table", "_view", "ended", "host_tokens", "id", "load", "matched_tokens")
 
     def __init__(self, client: Client, tokens: bytes, granted: control.Granted) -> None:
         self._client = client
-        self._tokens = tokens
+        self._parts = [tokens]
         self._table = granted.slots
-        self._slots: npt.NDArray[np.int32] | None = None
+        self._view: tuple[bytes, npt.NDArray[np.int32]] | None = None  # the table that was shown, and how
         self.ended = False
         self.id = granted.lease
         self.matched_tokens = granted.matched_tokens
@@ -46,20 +51,30 @@ class Lease:
 
     @property
     def slots(self) -> npt.NDArray[np.int32]:
-        """int32 [num_pages]: where page i of the tokens lives on the device. A new array after extend and commit."""
-        if self._slots is None:
+        """int32 [num_pages]: where page i of the tokens lives on the device. A new array after extend and commit.
+
+        With `room` it may end before the tokens do: what lies beyond has no page yet.
+        """
+        table, view = self._table, self._view
+        if view is None or view[0] is not table:
             # A copy: torch warns of arrays that can't be written.
-            self._slots = np.frombuffer(self._table, "<i4").copy()
-        return self._slots
+            view = self._view = (table, np.frombuffer(table, "<i4").copy())
+        return view[1]
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
         """uint32 [num_tokens]: what was acquired and extended by."""
-        return np.frombuffer(self._tokens, "<u4")
+        parts = self._parts
+        if (count := len(parts)) > 1:
+            parts[:count] = [b"".join(parts[:count])]
+        return np.frombuffer(parts[0], "<u4")
 
     def __repr__(self) -> str:
         state = ", ended" if self.ended else ""
-        return f"Lease({self.id}, {len(self._tokens) // 4} tokens, {self.matched_tokens} matched{state})"
+        num_tokens = sum(map(len, self._parts)) // 4
+        return f"Lease({self.id}, {num_tokens} tokens, {self.matched_tokens} matched{state})"
+
+    # -- more pages ---------------------------------------------------------------------------------------
 
     def wait_loaded(self, layer: int | None = None) -> None:
         """Block until what comes from the host is readable, in one layer or in all.
@@ -69,56 +84,74 @@ class Lease:
         if self.load is not None:
             self._client.wait_loaded(self.load, layer)
 
-    def extend(self, tokens: Tokens, reserve: int = 0) -> None:
-        """Append tokens, and pages as they need, with room for `reserve` more. NoSpace: nothing was changed."""
-        packed = self._client.pack(tokens)
-        granted = self._client.extend(self.id, packed, reserve)
-        self._tokens += packed
-        self._table = granted.slots
-        self._slots = None
+    def extend(self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None) -> None:
+        """Append tokens, and pages for all that the lease has then and `reserve` more; it never loses one.
 
-    def commit(self, tokens: int | None = None) -> Committed:
-        """Give the whole pages of the first `tokens` tokens (None: of all) to the cache, and wait until it has them.
-
-        With workers this waits for every one's `record`.
+        `upto`: pages for the first so many tokens at most, as for the next chunk of a prompt. NoSpace: nothing was
+        changed.
         """
-        return self._client.commit(self, tokens)
+        self.extend_begin(tokens, reserve, upto).wait()
 
-    def commit_begin(self, tokens: int | None = None) -> int:
-        """As `commit`, without waiting: the ticket, for `Client.wait` and for the workers to record."""
-        return self._client.begin_commit(self, tokens)
+    def extend_begin(self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None) -> Pending[None]:
+        """As `extend`, without waiting. `Client.extend_begin` does it for many leases at once."""
+        return self._client.send_extension(self, tokens, reserve, upto)
 
-    def release(self, *, wait: bool = False) -> None:
+    # -- giving to the cache, and giving back -----------------------------------------------------------------
+
+    def commit(self, tokens: int | None = None, *, event: Event | None = None) -> Committed:
+        """Give the whole pages of the first `tokens` tokens (None: of all that have pages) to the cache, and wait.
+
+        `event`: one that was recorded earlier, behind the writes of these pages; None: one that is recorded now.
+        """
+        self._must_not_wait("commit")
+        return self.commit_begin(tokens, event=event).wait()
+
+    def commit_begin(self, tokens: int | None = None, *, event: Event | None = None) -> Pending[Committed]:
+        """As `commit`, without waiting. Its `ticket` is for the workers to record, if there are any."""
+        return self._client.send_commit(self, tokens, event)
+
+    def release(self, *, wait: bool = False, event: Event | None = None) -> None:
         """Give everything back. Of what was not committed the cache keeps nothing.
 
         There is nothing to learn from the answer, and what this client does next comes after it; so it is waited for
-        only on request, by whom must know that the pages are free for others (with workers, that all have recorded).
+        only on request, by whom must know that the pages are free for others. `event`: as in `commit`, behind the last
+        use of the lease's pages.
+        """
+        self._end("release", wait, event, discard=False)
+
+    def release_begin(self, *, event: Event | None = None) -> Pending[None]:
+        """As `release`: done once the pages are free, which is when its `ticket`, if there are workers, is recorded."""
+        return self._client.send_release(self, event, discard=False)
+
+    def abort(self, *, wait: bool = False, event: Event | None = None) -> None:
+        """As `release`, and commits that have not taken effect don't: waiting for these raises Changed."""
+        self._end("abort", wait, event, discard=True)
+
+    def abort_begin(self, *, event: Event | None = None) -> Pending[None]:
+        """As `release_begin`, and commits that have not taken effect don't."""
+        return self._client.send_release(self, event, discard=True)
+
+    def cancel(self) -> None:
+        """As `release`, at once and without event or ticket: for a lease whose pages nobody wrote, and no worker knows.
+
+        BadRequest if a commit of it was begun.
         """
         if not self.ended:
-            self._client.end(self, discard=False, wait=wait)
+            self.cancel_begin().wait()
 
-    def release_begin(self) -> int:
-        """As `release`: the ticket, for the workers to record and for `Client.wait`."""
-        return self._client.begin_end(self, discard=False)
-
-    def abort(self, *, wait: bool = False) -> None:
-        """As `release`, and commits that have not taken effect don't."""
-        if not self.ended:
-            self._client.end(self, discard=True, wait=wait)
-
-    def apply(self, answer: Answer) -> Committed | None:
-        """Take in what the daemon answered to a commit; to a release there is nothing to take."""
-        if not isinstance(answer, control.CommitDone):
-            return None
-        if answer.slots:
-            table = bytearray(self._table)
-            start = answer.first_page * 4
-            table[start : start + len(answer.slots)] = answer.slots
-            self._table = bytes(table)
-            self._slots = None
-        return Committed(answer.committed_tokens, answer.num_duplicates)
+    def cancel_begin(self) -> Pending[None]:
+        """As `cancel`: done once what is being loaded into its pages, if anything, has come to its end."""
+        return self._client.send_cancel(self)
 
     def __enter__(self) -> Lease:
+        try:
+            self._must_not_wait("release", "with")
+        except Forbidden:
+            # Nobody can have been told of pages that were not looked at: they need not be lost with the lease.
+            if self._view is None and not self.ended:
+                with contextlib.suppress(BadRequest):
+                    self.cancel()
+            raise
         return self
 
     def __exit__(
@@ -128,3 +161,42 @@ class Lease:
             self.release()
         else:
             self._client.abandon(self)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _end(self, verb: str, wait: bool, event: Event | None, discard: bool) -> None:
+        self._must_not_wait(verb)
+        if self.ended:
+            return
+        if wait:
+            self._client.send_release(self, event, discard=discard).wait()
+        else:
+            self._client.send_release_unheard(self, event, discard=discard)
+
+    def _must_not_wait(self, verb: str, what: str | None = None) -> None:
+        """A scheduler that waits for an event before its workers know the ticket waits for ever."""
+        if self._client.has_workers:
+            raise Forbidden(
+                f"`{what or verb}` of a scheduler's lease: its workers must record a ticket first. Use {verb}_begin(), "
+                f"have each worker record(pending.ticket), then pending.wait()",
+                role=self._client.role,
+            )
+
+    def cancelled(self, pending: Pending[None], answer: control.Done) -> None:
+        self.ended = True
+
+    def grow(self, tokens: bytes, slots: bytes) -> None:
+        """Take in an extend that took effect, as soon as it is heard of: tokens, and the slots of new pages."""
+        if tokens:
+            self._parts.append(tokens)
+        if slots:
+            self._table += slots
+
+    def apply(self, answer: control.CommitDone) -> Committed:
+        """Take in what came of a commit, once it was waited for: the canonical pages."""
+        if answer.slots:
+            table = bytearray(self._table)
+            start = answer.first_page * 4
+            table[start : start + len(answer.slots)] = answer.slots
+            self._table = bytes(table)
+        return Committed(answer.committed_tokens, answer.num_duplicates)

@@ -34,7 +34,7 @@ class Publish(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """The answer to acquire and extend.
+    """The answer to acquire.
 
     `slots[i]` is where page i of the lease's tokens lives on the device: the hit first, then what is being
     loaded from the host, then fresh pages.
@@ -45,6 +45,16 @@ class Grant(NamedTuple):
     host_tokens: int  # of them, those that come from the host: readable once the load's events are done
     slots: bytes  # int32 [num_pages], the whole page table
     load: TicketId | None  # the load-back's ticket where host_tokens > 0
+
+
+class Extended(NamedTuple):
+    """The answer to extend: what became of each of its items, in their order.
+
+    Bytes: it took effect, and these are the slots of its new pages, int32, to be put at the end of its lease's page
+    table; there may be none. An error: nothing of this item did.
+    """
+
+    results: list[bytes | SglcacheError]
 
 
 class Committed(NamedTuple):
@@ -64,7 +74,7 @@ class Committed(NamedTuple):
 
 
 class Released(NamedTuple):
-    """The answer to release, given when the last use was over and everything was given back."""
+    """The answer to release and cancel, given when the last use was over and everything was given back."""
 
     lease: LeaseId
 
@@ -74,7 +84,7 @@ class Wake(NamedTuple):
 
     session: SessionId
     request: int
-    result: Grant | Committed | Released | SglcacheError
+    result: Grant | Extended | Committed | Released | SglcacheError
 
 
 Effect = Copy | Publish | Wake

@@ -11,12 +11,12 @@ Presence of a page in a tier changes in `_change` and nowhere else, and `_change
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglcache.core import hashing
-from sglcache.core.effects import Committed, Copy, Effect, Grant, Publish, Released, Wake
+from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
 from sglcache.core.encoding import PLAIN, Extras, Format
 from sglcache.core.eventlog import EventLog
 from sglcache.core.key import ROOT, TOKEN_BYTES, Namespace
@@ -37,6 +37,7 @@ from sglcache.errors import (
     UnknownSession,
 )
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
+from sglcache.wire.control import Extension
 
 DEVICE, HOST = 0, 1  # cells; with one resource a cell's number is its tier's
 MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
@@ -110,14 +111,25 @@ class DumpedNode(NamedTuple):
 Match = tuple[list[Node], Node | None, int]
 
 
-class _Waiting(NamedTuple):
-    """An acquire or extend that needs more eviction than one slice."""
+class _Growth(NamedTuple):
+    """What one lease gets by an extend that has been found to be right."""
+
+    lease: Lease
+    tokens: bytes
+    num_fresh: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An acquire, or the extends of one command, for which more must be evicted than a slice, or a copy of ours end."""
 
     request: int
-    lease: Lease
-    num_fresh: int
-    end: Node | None  # where an acquire's match ends; its pins hold it
-    tokens: bytes  # what an extend appends
+    session: Session
+    num_fresh: int  # pages, of all its growths together
+    judged: int  # how many write-throughs were over when it was last found that there can be room
+    lease: Lease | None = None  # an acquire's; it has its pins
+    end: Node | None = None  # where an acquire's match ends
+    growths: Sequence[_Growth | SglcacheError] = ()  # an extend's: what will be, and what was refused already
 
 
 COUNTERS = (
@@ -179,6 +191,8 @@ class Index:
         self._next_id = 1
         self._effects: list[Effect] = []
         self._waiting: deque[_Waiting] = deque()
+        self._num_written = 0  # write-throughs that are over
+        self._stuck: tuple[int, ...] | None = None  # the revision at which the first of them had to wait for a copy
         self._clearing: list[list[int]] = []  # [cell, pages still to evict]
         self._graves: list[Any] = []  # nodes, and tables of them, of trees that were dropped whole
         self._ts = 0.0
@@ -205,11 +219,14 @@ class Index:
         self._moves += 1
         self.counters["sessions_ended"] += 1
         error = SessionEnded("the session ended: a member died or left; close this client and attach anew")
-        for waiting in [w for w in self._waiting if w.lease.session is s]:
-            self._waiting.remove(waiting)
+        for waiting in [w for w in self._waiting if w.session is s]:
+            self._leave_queue(waiting)
             self._wake(s, waiting.request, error)
-            if waiting.lease.waiting:
+            if waiting.lease is not None:
                 self._give_back(waiting.lease)
+        for lease in s.leases.values():
+            if lease.cancelling is not None:
+                self._wake(s, lease.cancelling, error)
         for op in s.queue:
             if op.request is not None:
                 self._wake(s, op.request, error)
@@ -259,25 +276,41 @@ class Index:
         *,
         limit: int | None = None,
         reserve: int = 0,
+        exact: int | None = None,
+        room: int | None = None,
         session_id: str | None = None,
     ) -> Grant | None:
         """Match, pin, evict, allocate: one command (law 7).
 
-        `tokens` is packed uint32; at most `limit` of them are matched; there is room for `reserve` more. None: it
-        takes more than one slice of eviction; `step` goes on with it and `Wake` brings the answer. `NoSpace` if
-        locks leave too little, with nothing changed.
+        `tokens` is packed uint32; at most `limit` of them are matched, or, with `exact`, so many and no others:
+        `Changed` if it is fewer, with the number. There are pages for all of them and `reserve` more, or, with `room`,
+        for the match and so many beyond it at most. None: it takes more than one slice of eviction, or the end of
+        write-throughs that alone lock what is needed; `step` goes on with it and `Wake` brings the answer. `NoSpace` if
+        locks leave too little. Of an error, nothing is changed.
         """
         s = self._session(session)
         length = len(tokens)
-        if length % TOKEN_BYTES or length == 0 or reserve < 0 or (limit is not None and limit < 0):
-            raise BadRequest(
-                f"acquire needs at least one token, whole uint32s, limit and reserve >= 0; got {length} bytes, "
-                f"limit {limit}, reserve {reserve}"
-            )
         page_bytes = self.page_bytes
+        if (
+            length % TOKEN_BYTES
+            or length == 0
+            or reserve < 0
+            or (limit is not None and limit < 0)
+            or (room is not None and room < 0)
+        ):
+            raise BadRequest(
+                f"acquire needs at least one token, whole uint32s, limit, reserve and room >= 0; got {length} bytes, "
+                f"limit {limit}, reserve {reserve}, room {room}"
+            )
+        if exact is not None:
+            if limit is not None or not 0 <= exact * TOKEN_BYTES <= length or exact * TOKEN_BYTES % page_bytes:
+                raise BadRequest(
+                    f"exact needs whole pages of {self.config.page_size} of the {length // TOKEN_BYTES} tokens, and "
+                    f"no limit; got exact {exact}, limit {limit}"
+                )
+            limit = exact
         end = length if limit is None else min(length, limit * TOKEN_BYTES)
         end -= end % page_bytes
-        num_pages = -(-(length + reserve * TOKEN_BYTES) // page_bytes)
         space = self.tree.spaces.get(namespace)
         path: list[Node] = []
         partial = None
@@ -296,7 +329,16 @@ class Index:
             matched_bytes += at
             if partial.cells[DEVICE] is not None:
                 device_bytes += at
-        num_fresh = num_pages - device_bytes // page_bytes
+        if exact is not None and matched_bytes != end:
+            raise Changed(
+                f"{exact} tokens were to be matched, and {matched_bytes // TOKEN_BYTES} would be now; agree on fewer",
+                exact=exact,
+                matched_tokens=matched_bytes // TOKEN_BYTES,
+            )
+        have = length + reserve * TOKEN_BYTES
+        if room is not None:
+            have = min(have, matched_bytes + room * TOKEN_BYTES)
+        num_fresh = -(-have // page_bytes) - device_bytes // page_bytes
         crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
         if crowded:
             self._refuse(num_fresh, path, partial, at)
@@ -323,43 +365,69 @@ class Index:
                 lease.host_node = self._host_end(path)
                 self.tree.pin(HOST, lease.host_node)
         lease.committed = lease.reported = device_bytes // page_bytes
-        if crowded and (self._waiting or not self._evict(DEVICE, num_fresh)):
+        if crowded and (self._waiting or not self._make_room(num_fresh)):
             lease.waiting = True
-            self._waiting.append(_Waiting(request, lease, num_fresh, path[-1] if path else None, b""))
+            last = path[-1] if path else None
+            self._waiting.append(_Waiting(request, s, num_fresh, self._num_written, lease, last))
             return None
         return self._grant(lease, num_fresh, path[:on_device], path[on_device:])
 
-    def extend(self, session: SessionId, request: int, lease: LeaseId, tokens: bytes, reserve: int = 0) -> Grant | None:
-        """Append tokens to a lease; its page table grows as needed. As acquire otherwise."""
+    def extend(self, session: SessionId, request: int, items: Sequence[Extension]) -> Extended | None:
+        """Append tokens to leases; their page tables grow as needed, each item for itself, in order.
+
+        A lease gets pages for all its tokens and `reserve` more, or, with `upto`, for so many of them at most; it never
+        loses one. An item that is wrong, or for which there is no room beside those before it, has its error for a
+        result, and changes nothing; the others take effect. None: as acquire.
+        """
         s = self._session(session)
-        held = self._lease(s, lease)
-        if len(tokens) % TOKEN_BYTES or reserve < 0:
-            raise BadRequest(f"extend needs whole uint32s and reserve >= 0; got {len(tokens)} bytes, reserve {reserve}")
-        if held.extending:
-            raise BadRequest(f"lease {lease} has an extend that waits for room; wait for its answer", lease=lease)
-        length = len(held.tokens) + len(tokens)
-        num_fresh = max(0, -(-(length + reserve * TOKEN_BYTES) // self.page_bytes) - held.num_pages)
-        crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
-        if crowded:
-            self._refuse(num_fresh, [], None, 0)
-            if self._waiting or not self._evict(DEVICE, num_fresh):
-                held.extending = True
-                self._waiting.append(_Waiting(request, held, num_fresh, None, tokens))
-                return None
-        return self._extended(held, num_fresh, tokens)
+        pool = self.pools[DEVICE]
+        growths: list[_Growth | SglcacheError] = []
+        need = 0
+        room = copying = None  # looked up where they matter: pages to be had now, and when copies of ours end
+        for item in items:
+            try:
+                lease, num_fresh = self._growth(s, item)
+                if num_fresh and (need + num_fresh > pool.free or self._waiting):
+                    if room is None:
+                        room = self._room((), None, 0)
+                    if need + num_fresh > room and copying is None:
+                        copying = self._in_copies((), None, 0)
+                    if need + num_fresh > room + (copying or 0):
+                        raise self._no_space(num_fresh, pool.locked, "release a lease or grow the pool", need)
+            except SglcacheError as error:
+                growths.append(error)
+                continue
+            lease.extending = True
+            need += num_fresh
+            growths.append(_Growth(lease, item.tokens, num_fresh))
+        crowded = need > pool.free or (need > 0 and bool(self._waiting))
+        if crowded and (self._waiting or not self._make_room(need)):
+            self._waiting.append(_Waiting(request, s, need, self._num_written, growths=growths))
+            return None
+        return self._extended(growths)
 
     def commit(
         self, session: SessionId, request: int, lease: LeaseId, ticket: int, *, seen: int = 0, tokens: int | None = None
     ) -> None:
-        """Give the whole pages of the first `tokens` tokens to the tree when `ticket` is done; then Wake(Committed)."""
+        """Give the whole pages of the first `tokens` tokens to the tree when `ticket` is done; then Wake(Committed).
+
+        None: of all that have pages. BadRequest for more than that.
+        """
         s = self._session(session)
         held = self._lease(s, lease)
-        have = len(held.tokens) // TOKEN_BYTES
-        if tokens is not None and not 0 <= tokens <= have:
-            raise BadRequest(f"commit of {tokens} tokens; the lease has {have}", tokens=tokens, have=have)
-        num_pages = min((have if tokens is None else tokens) // self.config.page_size, held.num_pages)
+        page_size = self.config.page_size
+        have, room = held.num_bytes // TOKEN_BYTES, held.num_pages * page_size
+        if tokens is None:
+            tokens = min(have, room)
+        elif not 0 <= tokens <= min(have, room):
+            raise BadRequest(
+                f"commit of {tokens} tokens; the lease has {have}, and pages for {room}; extend it first",
+                tokens=tokens,
+                have=have,
+                room=room,
+            )
         self._ticket(s, ticket)
-        s.queue.append(Operation(request, held, ticket, seen, num_pages, release=False))
+        s.queue.append(Operation(request, held, ticket, seen, tokens // page_size, release=False))
         self._pump(s)
 
     def release(
@@ -372,11 +440,7 @@ class Index:
         s = self._session(session)
         held = self._lease(s, lease)
         self._ticket(s, ticket)
-        held.releasing = True
-        if held.extending:
-            waiting = next(w for w in self._waiting if w.lease is held)
-            self._waiting.remove(waiting)
-            self._wake(s, waiting.request, Changed("the lease was released before there was room to extend it"))
+        self._take_no_more(held)
         if discard:
             for op in s.queue:
                 if op.lease is held and op.request is not None:
@@ -384,6 +448,23 @@ class Index:
                     op.lease = op.request = None
         s.queue.append(Operation(request, held, ticket, seen, 0, release=True))
         self._pump(s)
+
+    def cancel(self, session: SessionId, request: int, lease: LeaseId) -> bool:
+        """Give a lease back at once whose pages nobody has touched or was told of: there is no event to wait for.
+
+        False: once its load-back is over, and then Wake(Released). BadRequest if commits of it wait for their events:
+        then somebody was told. As after a release, it takes no command from now on.
+        """
+        s = self._session(session)
+        held = self._lease(s, lease)
+        if any(op.lease is held for op in s.queue):
+            raise BadRequest(f"lease {lease} has commits under way, so its pages are in use: release it", lease=lease)
+        self._take_no_more(held)
+        if held.load is not None:
+            held.cancelling = request
+            return False
+        self._give_back(held)
+        return True
 
     # -- looking, pinning, clearing -------------------------------------------------------------------------
 
@@ -505,19 +586,28 @@ class Index:
                 write.ok = ok
                 break
         while self.writes and self.writes[0].ok is not None:
+            self._num_written += 1
             self._written(self.writes.popleft())
 
     # -- the turn -----------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One slice of long work: acquires that wait for room, a clear's evictions, the teardown of a dropped tree."""
-        if self._waiting:
+        """One slice of long work: who waits for room, a clear's evictions, the teardown of a dropped tree.
+
+        False: there is none, or none that could get on before something else happens (see `busy`).
+        """
+        if self._waiting and self._stuck != self.revision:
             self._serve_waiting()
         elif self._clearing:
             self._clear_slice()
         elif self._graves:
             self._bury()
-        return bool(self._waiting or self._clearing or self._graves)
+        return self.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` would get on: not with who waits for room where it depends on a copy that is under way."""
+        return bool((self._waiting and self._stuck != self.revision) or self._clearing or self._graves)
 
     def cut(self, ts: float, heartbeat: bool = False) -> bool:
         """Put what is queued on the stream, numbered, stamped `ts` (unix seconds); False: a slice was used up."""
@@ -693,11 +783,25 @@ class Index:
         return None
 
     def _refuse(self, num_fresh: int, path: list[Node], partial: Node | None, at: int) -> None:
-        """`NoSpace` unless `num_fresh` pages can be had once the matched path is pinned. Changes nothing.
+        """`NoSpace` unless `num_fresh` pages can be had once the matched path is pinned. Changes nothing."""
+        room = self._room(path, partial, at)
+        if num_fresh > room and num_fresh > room + self._in_copies(path, partial, at):
+            locked = self.pools[DEVICE].locked + self._pinned(path, partial, at)
+            raise self._no_space(num_fresh, locked, "release a lease or grow the pool")
+
+    def _room(self, path: Sequence[Node], partial: Node | None, at: int) -> int:
+        """Pages that can be had now once the matched path is pinned; below 0 if more than that is promised.
 
         Exact, since locks are whole paths: whatever is cached and not locked can be evicted, leaf by leaf.
         """
         pool = self.pools[DEVICE]
+        pinned = self._pinned(path, partial, at)
+        # Those who wait already have their pins, and come first.
+        promised = sum(waiting.num_fresh for waiting in self._waiting)
+        return pool.free + pool.evictable - pinned - promised
+
+    def _pinned(self, path: Sequence[Node], partial: Node | None, at: int) -> int:
+        """Pages of the matched path that nothing locks yet."""
         lock = len(self.pools) + DEVICE
         pinned = 0
         for node in path:
@@ -705,13 +809,33 @@ class Index:
                 pinned += len(node.cells[DEVICE]) // SLOT_BYTES
         if partial is not None and partial.cells[DEVICE] is not None and not partial.cells[lock]:
             pinned += at // self.page_bytes
-        # Those who wait already have their pins, and come first.
-        promised = sum(waiting.num_fresh for waiting in self._waiting)
-        if num_fresh > pool.free + pool.evictable - pinned - promised:
-            self.counters["refused"] += 1
-            raise self._no_space(num_fresh, pool.locked + pinned, "release a lease or grow the pool", promised)
+        return pinned
+
+    def _in_copies(self, path: Sequence[Node], partial: Node | None, at: int) -> int:
+        """Pages that nothing but write-throughs of ours locks, those of the matched path not counted.
+
+        They can be evicted once the copies are over, which is in a moment; every other lock is a runner's to let go.
+        """
+        counts: dict[Node, int] = {}
+        for ticket in self.writes:
+            node = ticket.end
+            while node is not None and node.parent is not None:
+                counts[node] = counts.get(node, 0) + 1
+                node = node.parent
+        lock = len(self.pools) + DEVICE
+        matched = set(path)
+        pages = 0
+        for node, count in counts.items():
+            if node.cells[lock] == count and node not in matched:
+                pages += len(node.cells[DEVICE]) // SLOT_BYTES
+                if node is partial:
+                    pages -= at // self.page_bytes
+        return pages
 
     def _no_space(self, need: int, locked: int, remedy: str, promised: int = 0) -> NoSpace:
+        """`promised`: to those of the same command that come before, beside those who wait."""
+        self.counters["refused"] += 1
+        promised += sum(waiting.num_fresh for waiting in self._waiting)
         pool = self.pools[DEVICE]
         name = self.resources[DEVICE].name
         return NoSpace(
@@ -753,33 +877,104 @@ class Index:
         self._effects.append(Copy(load.id, name, Tier.HOST, Tier.DEVICE, source, target, lease.id))
         return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, lease.slots, load.id)
 
-    def _extended(self, lease: Lease, num_fresh: int, tokens: bytes) -> Grant:
+    def _growth(self, s: Session, item: Extension) -> tuple[Lease, int]:
+        """Whom an item extends, and by how many pages. Changes nothing."""
+        lease, tokens, reserve, upto = item
+        held = self._lease(s, LeaseId(lease))
+        if len(tokens) % TOKEN_BYTES or reserve < 0 or (upto is not None and upto < 0):
+            raise BadRequest(
+                f"extend needs whole uint32s, reserve and upto >= 0; got {len(tokens)} bytes, reserve {reserve}, "
+                f"upto {upto}"
+            )
+        if held.extending:
+            raise BadRequest(f"lease {lease} has an extend under way; wait for its answer", lease=lease)
+        have = held.num_bytes + len(tokens) + reserve * TOKEN_BYTES
+        if upto is not None:
+            have = min(have, upto * TOKEN_BYTES)
+        return held, max(0, -(-have // self.page_bytes) - held.num_pages)
+
+    def _extended(self, growths: Sequence[_Growth | SglcacheError]) -> Extended:
+        """Take the pages, which are free by now."""
         self._moves += 1
         pool = self.pools[DEVICE]
-        lease.tokens += tokens
-        lease.slots = b"".join([lease.slots, *pool.take(num_fresh)])
-        pool.leased += num_fresh
-        lease.extending = False
-        return Grant(lease.id, 0, 0, lease.slots, None)
+        results: list[bytes | SglcacheError] = []
+        for growth in growths:
+            if isinstance(growth, SglcacheError):
+                results.append(growth)
+                continue
+            lease, tokens, num_fresh = growth
+            lease.append(tokens)
+            lease.extending = False
+            fresh = b""
+            if num_fresh:
+                fresh = b"".join(pool.take(num_fresh))
+                pool.leased += num_fresh
+                lease.slots += fresh
+            results.append(fresh)
+        return Extended(results)
+
+    # -- inside: waiting for room ------------------------------------------------------------------------------
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict until so many pages are free; False: a slice was used up, or copies of ours lock what is needed."""
+        pool = self.pools[DEVICE]
+        return num_pages <= pool.free + pool.evictable and self._evict(DEVICE, num_pages)
 
     def _serve_waiting(self) -> None:
-        request, lease, num_fresh, end, tokens = self._waiting[0]
+        """A slice for the first of those who wait: nobody overtakes it."""
+        waiting = self._waiting[0]
         pool = self.pools[DEVICE]
-        if num_fresh > pool.free + pool.evictable:
-            self._waiting.popleft()
-            self.counters["refused"] += 1
-            error = self._no_space(num_fresh, pool.locked, "others were served or locked meanwhile; try again")
-            self._wake(lease.session, request, error)
-            if lease.waiting:
-                self._give_back(lease)
-            else:
-                lease.extending = False
-            return
-        if not self._evict(DEVICE, num_fresh):
-            return
-        self._waiting.popleft()
-        if not lease.waiting:
-            self._wake(lease.session, request, self._extended(lease, num_fresh, tokens))
+        room = pool.free + pool.evictable
+        if waiting.num_fresh > room:
+            # Others were served, or locked what there was: can there be room yet? Asked anew after each copy's end.
+            if not self.writes or waiting.judged != self._num_written:
+                waiting.judged = self._num_written
+                if not self._shed(waiting, room + self._in_copies((), None, 0)):
+                    return
+            if waiting.num_fresh > room:
+                self._stuck = self.revision
+                return
+        if self._make_room(waiting.num_fresh):
+            self._leave_queue(waiting)
+            self._served(waiting)
+
+    def _shed(self, waiting: _Waiting, room: int) -> bool:
+        """Refuse what `room` pages are too few for: of several extends each for itself, in order. False: all of it."""
+        remedy = "others were served or locked meanwhile; try again"
+        locked = self.pools[DEVICE].locked
+        lease = waiting.lease
+        if lease is not None:
+            if waiting.num_fresh <= room:
+                return True
+            self._leave_queue(waiting)
+            self._wake(waiting.session, waiting.request, self._no_space(waiting.num_fresh, locked, remedy))
+            self._give_back(lease)
+            return False
+        for growth in waiting.growths:
+            if isinstance(growth, _Growth):
+                need = growth.num_fresh
+                if need > room:
+                    # What it was promised itself is no reason.
+                    self._fail_growth(waiting, growth, self._no_space(need, locked, remedy, -need))
+                else:
+                    room -= need
+        return any(isinstance(growth, _Growth) for growth in waiting.growths)
+
+    def _fail_growth(self, waiting: _Waiting, growth: _Growth, error: SglcacheError) -> None:
+        """Not this one of the extends that wait together; those that are left go on waiting, if there are any."""
+        growth.lease.extending = False
+        waiting.num_fresh -= growth.num_fresh
+        waiting.growths = [error if each is growth else each for each in waiting.growths]
+        self._stuck = None
+        if not any(isinstance(each, _Growth) for each in waiting.growths):
+            self._leave_queue(waiting)
+            self._wake(waiting.session, waiting.request, self._extended(waiting.growths))
+
+    def _served(self, waiting: _Waiting) -> None:
+        """There is room, and it has left the queue: its answer."""
+        lease, end = waiting.lease, waiting.end
+        if lease is None:
+            self._wake(waiting.session, waiting.request, self._extended(waiting.growths))
             return
         # Splits since then have made more nodes of the path; the end is still the end.
         on_device: list[Node] = []
@@ -790,7 +985,23 @@ class Index:
                 nodes = on_device
             nodes.append(end)
             end = end.parent
-        self._wake(lease.session, request, self._grant(lease, num_fresh, on_device[::-1], on_host[::-1]))
+        grant = self._grant(lease, waiting.num_fresh, on_device[::-1], on_host[::-1])
+        self._wake(waiting.session, waiting.request, grant)
+
+    def _leave_queue(self, waiting: _Waiting) -> None:
+        self._waiting.remove(waiting)
+        self._stuck = None
+
+    def _take_no_more(self, lease: Lease) -> None:
+        """It is being given back: no command from now on, and an extend of it that waits comes to nothing."""
+        lease.releasing = True
+        if lease.extending:
+            for waiting in self._waiting:
+                for growth in waiting.growths:
+                    if isinstance(growth, _Growth) and growth.lease is lease:
+                        error = Changed("the lease was released before there was room to extend it")
+                        self._fail_growth(waiting, growth, error)
+                        return
 
     # -- inside: committing ----------------------------------------------------------------------------------
 
@@ -1184,6 +1395,10 @@ class Index:
             duplicates = self._adopt(lease, lease.committed + ticket.num_pages)
             if duplicates:
                 lease.duplicates.append((0, duplicates))
+        if lease.cancelling is not None:
+            self._give_back(lease)
+            if not s.ended:
+                self._wake(s, lease.cancelling, Released(lease.id))
         if s.ended:
             self._settle(s)
         else:
@@ -1262,7 +1477,7 @@ class Index:
             raise BadRequest(f"ticket {ticket} after {s.last_ticket}: numbers rise", ticket=ticket, last=s.last_ticket)
         s.last_ticket = ticket
 
-    def _wake(self, s: Session, request: int, result: Grant | Committed | Released | SglcacheError) -> None:
+    def _wake(self, s: Session, request: int, result: Grant | Extended | Committed | Released | SglcacheError) -> None:
         self._effects.append(Wake(s.id, request, result))
 
 

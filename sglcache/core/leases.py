@@ -17,7 +17,10 @@ from sglcache.units import LeaseId, SessionId, TicketId, Tier
 
 
 class Lease:
-    """A runner's claim on a page table: a pinned cached prefix, then pages of its own."""
+    """A runner's claim on a page table: a pinned cached prefix, then pages of its own.
+
+    The table may end before the tokens do: what lies beyond it has no page yet.
+    """
 
     # What a lease begins with; an instance holds only what differs.
     session_id: str | None = None  # of the request, for the events; nothing else looks at it
@@ -32,13 +35,32 @@ class Lease:
     waiting = False  # for room: it has a pin and no page yet
     extending = False  # for room for more of them
     releasing = False
+    cancelling: int | None = None  # the request that is answered when the load-back is over and all is given back
+    _more: list[bytes] | None = None
 
     def __init__(self, id: LeaseId, session: Session, namespace: Namespace, tokens: bytes) -> None:
         self.id = id
         self.session = session
         self.namespace = namespace
-        self.tokens = tokens  # uint32 little-endian
+        self._tokens = tokens
+        self.num_bytes = len(tokens)
         self.duplicates: list[tuple[int, bytes]] = []  # (number of the reply that named better ones, slots)
+
+    @property
+    def tokens(self) -> bytes:
+        """uint32 little-endian, `num_bytes` of them."""
+        if self._more:
+            self._tokens = b"".join([self._tokens, *self._more])
+            self._more = None
+        return self._tokens
+
+    def append(self, tokens: bytes) -> None:
+        """More tokens, joined when someone asks: decoding brings one a step, and a long context isn't copied for it."""
+        if tokens:
+            if self._more is None:
+                self._more = []
+            self._more.append(tokens)
+            self.num_bytes += len(tokens)
 
     @property
     def num_pages(self) -> int:
@@ -51,7 +73,7 @@ class Lease:
         return b"".join([own, *[slots for _, slots in self.duplicates]]) if self.duplicates else own
 
     def __repr__(self) -> str:
-        return f"Lease({self.id}, {len(self.tokens) // 4} tokens, {self.committed} of {self.num_pages} pages committed)"
+        return f"Lease({self.id}, {self.num_bytes // 4} tokens, {self.committed} of {self.num_pages} pages committed)"
 
 
 class Operation:

@@ -127,6 +127,9 @@ class Owner:
         """Let out what the commands since the last turn led to. Call it after each batch of calls to the index."""
         index = self.index
         self._dispatch()
+        if index.busy and not self._working:
+            self._working = True
+            self.loop.call_soon(self._step)
         if index.held:
             if not self._resuming:
                 self._resuming = True
@@ -141,12 +144,6 @@ class Owner:
         self.num_turns += 1
         if not self.num_turns & COLLECT_MASK:
             self.collector.tick()
-
-    def work(self) -> None:
-        """Have the index's long work go on, a slice a turn, until there is none."""
-        if not self._working:
-            self._working = True
-            self.loop.call_soon(self._step)
 
     def _dispatch(self) -> None:
         for effect in self.index.drain(self.clock()):
@@ -164,9 +161,9 @@ class Owner:
         self.end_turn()
 
     def _step(self) -> None:
+        """A slice of the index's long work; the turn's end sees whether there is more."""
         self._working = False
-        if self.index.step():
-            self.work()
+        self.index.step()
         self.end_turn()
 
     # -- the stream ---------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglcache.core import invariants
-from sglcache.core.effects import Committed, Grant, Released, Wake
+from sglcache.core.effects import Committed, Extended, Grant, Released, Wake
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import (
@@ -114,19 +114,30 @@ class Member(Connection):
         if not (c.lora is None and c.extra_key is None and c.cache_salt is None):
             namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
         grant = self.index.acquire(
-            self.id, c.request, c.tokens, namespace, limit=c.limit, reserve=c.reserve, session_id=c.session_id
+            self.id,
+            c.request,
+            c.tokens,
+            namespace,
+            limit=c.limit,
+            reserve=c.reserve,
+            exact=c.exact,
+            room=c.room,
+            session_id=c.session_id,
         )
-        if grant is None:
-            self.owner.work()
-        else:
+        if grant is not None:
             self.granted(c.request, grant)
 
     def extend(self, c: control.Extend) -> None:
-        grant = self.index.extend(self.id, c.request, LeaseId(c.lease), c.tokens, c.reserve)
-        if grant is None:
-            self.owner.work()
-        else:
-            self.granted(c.request, grant)
+        extended = self.index.extend(self.id, c.request, c.items)
+        if extended is not None:
+            self.extended(c.request, extended)
+
+    def extended(self, request: int, extended: Extended) -> None:
+        results = [
+            result if isinstance(result, bytes) else control.Fault(result.code, result.message, result.facts)
+            for result in extended.results
+        ]
+        self.reply(control.Extended(request, results))
 
     def granted(self, request: int, grant: Grant) -> None:
         lease, matched_tokens, host_tokens, slots, load = grant
@@ -160,6 +171,10 @@ class Member(Connection):
             self.event_over(c.ticket)
         elif self.touches:
             self.waits.append((c.event, c.generation, c.ticket))
+
+    def cancel(self, c: control.Cancel) -> None:
+        if self.index.cancel(self.id, c.request, LeaseId(c.lease)):
+            self.reply(control.Done(c.request))
 
     def recorded(self, c: control.Recorded) -> None:
         if self.event_done(c.event, c.generation):
@@ -249,7 +264,6 @@ class Member(Connection):
 
     def clear(self, c: control.Clear) -> None:
         pages = self.index.clear(None if c.tier is None else _tier(c.tier))
-        self.owner.work()
         self.reply(control.Done(c.request, {"pages": {tier.name: count for tier, count in pages.items()}}))
 
     def ping(self, c: control.Ping) -> None:
@@ -312,6 +326,7 @@ _LEADING: Handlers[Member] = {
     control.Extend: Member.extend,
     control.Commit: Member.commit,
     control.Release: Member.release,
+    control.Cancel: Member.cancel,
     control.Pin: Member.pin,
     control.Unpin: Member.unpin,
 }
@@ -587,6 +602,8 @@ class Sessions:
             member.reply(control.CommitDone(wake.request, tokens, first_page, slots, num_duplicates, reply))
         elif isinstance(result, Grant):
             member.granted(wake.request, result)
+        elif isinstance(result, Extended):
+            member.extended(wake.request, result)
         else:
             member.fail(wake.request, result)
 

@@ -58,6 +58,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.program.open_leases())
     @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.program.cancel(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.open_leases())
+    @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         self.program.commit(DrawnChooser(data))
 

@@ -27,6 +27,7 @@ class Item:
     ticket: int
     request: int
     pages: int = 0  # a commit's: whole pages of the lease's sequence
+    whole: bool = False  # a commit's: of all that had pages when it was planned
     seen: int = 0  # the highest reply number that the runner had read when it sent this
     discard: bool = False
     issued: bool = False  # the command was sent (its event may be done before)
@@ -72,6 +73,7 @@ class LeaseModel:
     broken: bool = False  # its load failed: what was computed on top of it is garbage
     duplicates: list[Duplicate] = field(default_factory=list)
     release: Item | None = None
+    cancelling: int | None = None  # the request of a cancel that waits for the load
     over: bool = False  # everything was given back
 
     def __repr__(self) -> str:
@@ -171,6 +173,20 @@ class Model:
     def evictable(self, tier: int) -> list[Page]:
         """Present and held by nobody."""
         return [page for page in self.slot[tier] if page not in self.holds[tier] and page not in self.writing]
+
+    def in_copies(self, keep: Iterable[Page] = ()) -> int:
+        """Pages on the device that write-throughs hold and nobody else: they can be evicted when these are over."""
+        held = Counter(
+            page
+            for copy in self.copies.values()
+            if copy.target == HOST
+            for tier, path in copy.held
+            if tier == DEVICE
+            for page in path
+        )
+        for page in keep:
+            del held[page]
+        return sum(self.holds[DEVICE][page] == count for page, count in held.items())
 
     def num_locked(self, tier: int) -> int:
         return sum(page in self.holds[tier] for page in self.slot[tier])
@@ -299,6 +315,14 @@ class Model:
         """There will be no room for it: the holds go, and nothing else was taken."""
         assert lease.waiting
         self._give_back(lease)
+
+    def cancelled(self, lease: LeaseModel) -> None:
+        """Nobody has touched its pages: they are free at once, or when its load is over."""
+        assert lease.load is None, f"{lease} was given back while its load is on its way"
+        if lease in self.fenced:
+            self.fenced.remove(lease)
+        self._give_back(lease)
+        self.leases.pop(lease.number, None)
 
     def _adopt(self, lease: LeaseModel, end: int, reply: int) -> None:
         """The lease's own pages up to `end` go to the tree where it has none; where it has, they are duplicates."""
@@ -497,6 +521,8 @@ class Model:
             self._adopt(lease, lease.matched, 0)
         for tier, path in copy.held:
             self.let_go(tier, path)
+        if lease.cancelling is not None:
+            self.cancelled(lease)
         self.reap()
 
     def pin(self, pin: PinModel) -> None:

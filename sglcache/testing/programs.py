@@ -10,12 +10,14 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from sglcache.core.effects import Extended
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import BadRequest, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import DEVICE, CopyModel, Item, LeaseModel
 from sglcache.testing.pages import TOKEN_BYTES
 from sglcache.testing.rig import Rig, Runner
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
+from sglcache.wire.control import Extension
 
 T = TypeVar("T")
 
@@ -80,7 +82,8 @@ class Program:
         self.actions: tuple[tuple[int, Callable[[Chooser], object]], ...] = (
             (8, self.put),
             (12, self.acquire),
-            (3, self.extend),
+            (4, self.extend),
+            (2, self.cancel),
             (10, self.commit),
             (8, self.plan_release),
             (14, self.issue),
@@ -111,7 +114,12 @@ class Program:
 
     def open_leases(self) -> list[tuple[Runner, LeaseModel]]:
         """Leases that their runner has not asked to release."""
-        return [(r, le) for r in self.live() for le in r.session.leases if le.release is None and not le.waiting]
+        return [
+            (runner, lease)
+            for runner in self.live()
+            for lease in runner.session.leases
+            if lease.release is None and lease.cancelling is None and not lease.waiting
+        ]
 
     def unsent(self) -> list[Runner]:
         """Runners with a ticket whose command is not sent."""
@@ -176,8 +184,23 @@ class Program:
         namespace, key = self.prompt(choose, max(1, rig.config.num_pages * 2 // 3))
         limit = choose.integer(0, len(key) // TOKEN_BYTES) if not choose.integer(0, 4) else None
         reserve = choose.integer(1, 2 * rig.page_size) if not choose.integer(0, 3) else 0
-        session_id = "s" if not choose.integer(0, 5) else None
-        rig.acquire(choose.item(runners), key, namespace, limit=limit, reserve=reserve, session_id=session_id)
+        room = choose.integer(0, 4 * rig.page_size) if not choose.integer(0, 3) else None
+        exact = None
+        if not choose.integer(0, 4):  # as agreed with others that hold as much, more or less
+            matched = rig.model.match(rig.book.path(namespace, key), limit)[1]
+            most = len(key) // TOKEN_BYTES // rig.page_size
+            exact = rig.page_size * min(most, max(0, matched + choose.integer(-1, 1)))
+            limit = None
+        rig.acquire(
+            choose.item(runners),
+            key,
+            namespace,
+            limit=limit,
+            reserve=reserve,
+            exact=exact,
+            room=room,
+            session_id="s" if not choose.integer(0, 5) else None,
+        )
         self.prompts.append((namespace, key))
 
     def put(self, choose: Chooser) -> None:
@@ -199,14 +222,38 @@ class Program:
             rig.release(runner, lease)
 
     def extend(self, choose: Chooser) -> None:
-        leases = [pair for pair in self.open_leases() if not self.rig.extending(pair[1])]
+        """One lease, or several of a runner as for a step of a batch; now and then one that has an extend already."""
+        leases = self.open_leases()
         if not leases:
             return
         runner, lease = choose.item(leases)
+        batch = [lease]
+        if choose.integer(0, 2):
+            mine = [other for other_runner, other in leases if other_runner is runner]
+            first = choose.integer(0, len(mine) - 1)
+            batch = (mine[first:] + mine[:first])[: choose.integer(1, 6)]
+            if not choose.integer(0, 5):
+                batch.append(choose.item(mine))
         size = self.rig.page_size
-        tokens = [choose.item(TOKENS)] * choose.integer(0, 2 * size)
-        self.rig.extend(runner, lease, tokens, choose.integer(0, size))
-        self.prompts.append((Namespace(*lease.namespace), lease.tokens))
+        items = []
+        for each in batch:
+            tokens = choose.item(TOKENS).to_bytes(TOKEN_BYTES, "little") * choose.integer(0, 2 * size)
+            upto = None
+            if not choose.integer(0, 2):
+                upto = choose.integer(0, (len(each.tokens) + len(tokens)) // TOKEN_BYTES + size)
+            items.append((each, tokens, choose.integer(0, size), upto))
+        self.rig.extend_all(runner, items)
+        self.prompts += [(Namespace(*each.namespace), each.tokens) for each in batch]
+
+    def cancel(self, choose: Chooser) -> None:
+        """Of a lease that none of its processes was told of: there is no ticket for it."""
+        leases = [
+            (runner, lease)
+            for runner, lease in self.open_leases()
+            if all(item.lease is not lease for item in runner.session.items)
+        ]
+        if leases:
+            self.rig.cancel(*choose.item(leases))
 
     def commit(self, choose: Chooser) -> None:
         leases = self.open_leases()
@@ -310,14 +357,31 @@ class Program:
         wrong: list[Callable[[], Any]] = [
             lambda: index.release(session, 1, lease, ticket),
             lambda: index.commit(session, 1, lease, ticket),
-            lambda: index.extend(session, 1, lease, b"\1\0\0\0"),
+            lambda: index.cancel(session, 1, lease),
             lambda: index.acquire(session, 1, b"\1\0\0"),
+            lambda: index.acquire(session, 1, b"\1\0\0\0", exact=1 << 30),
+            lambda: index.acquire(session, 1, b"\1\0\0\0", exact=0, limit=0),
             lambda: index.peek(b"\1\0\0"),
             lambda: index.acquire(SessionId(1 << 40), 1, b"\1\0\0\0"),
         ]
         result = rig.turn(choose.item(wrong))
         kinds = (UnknownLease, UnknownSession, SessionEnded, BadRequest)
         assert isinstance(result, kinds), f"a wrong command gave {result!r}"
+        extended = rig.turn(lambda: index.extend(session, 1, [Extension(lease, b"\1\0\0\0")]))
+        answer = extended.results[0] if isinstance(extended, Extended) else extended
+        assert isinstance(answer, kinds), f"an extend of a lease that is none gave {answer!r}"
+        short = [
+            (runner, lease)
+            for runner, lease in self.open_leases()
+            if len(lease.tokens) // TOKEN_BYTES > len(lease.table) * rig.page_size
+        ]
+        if short:
+            runner, brief = choose.item(short)
+            beyond = len(brief.table) * rig.page_size + 1
+            result = rig.turn(
+                lambda: index.commit(runner.id, 1, LeaseId(brief.number), runner.next_ticket, tokens=beyond)
+            )
+            assert isinstance(result, BadRequest), f"a commit of what has no page gave {result!r}"
         harmless: list[Callable[[], Any]] = [
             lambda: index.copy_done(TicketId(1 << 40)),
             lambda: index.event_done(SessionId(1 << 40), 1),

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sglcache.core import invariants
-from sglcache.core.effects import Committed, Copy, Effect, Grant, Publish, Released, Wake
+from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, Namespace
-from sglcache.errors import Busy, NoSpace, SglcacheError
+from sglcache.errors import BadRequest, Busy, Changed, NoSpace, SglcacheError
 from sglcache.testing.model import (
     DEVICE,
     HOST,
@@ -34,6 +34,7 @@ from sglcache.testing.model import (
 from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
 from sglcache.testing.subscriber import Subscriber
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
+from sglcache.wire.control import Extension
 
 T = TypeVar("T")
 Seen = tuple[dict[Page, int], dict[Page, int]]  # per tier: the pages that are ready, and their slots
@@ -66,6 +67,32 @@ class Runner:
         return SessionId(self.session.number)
 
 
+@dataclass(eq=False)
+class Growing:
+    """One item of an extend: what its lease is to get, or the kind of error that it is to get instead."""
+
+    lease: LeaseModel
+    tokens: bytes
+    fresh: int
+    error: type[SglcacheError] | None = None
+
+
+@dataclass(eq=False)
+class Waits:
+    """An acquire or extend that has no answer yet."""
+
+    request: int
+    acquired: LeaseModel | None = None
+    growing: list[Growing] = field(default_factory=list)
+    least: int = 1 << 62  # pages that could be had for it when there were fewest: what fits in these is not refused
+
+    @property
+    def num_fresh(self) -> int:
+        if self.acquired is not None:
+            return self.acquired.num_fresh
+        return sum(each.fresh for each in self.growing if each.error is None)
+
+
 class Rig:
     """One index under test. `config` as IndexConfig's fields; `index` lets a test bring its own."""
 
@@ -87,13 +114,13 @@ class Rig:
         sizes = (self.config.num_pages, self.config.host_pages)
         self.memory: list[list[list[object]]] = [[["never written"] * n for _ in range(PARTS)] for n in sizes]
         self.acks: list[tuple[CopyModel, bool]] = []  # acks of write-throughs that wait for an earlier one's
-        self.waiting: list[tuple[int, LeaseModel, bytes]] = []  # (request, lease, tokens of an extend)
+        self.waiting: list[Waits] = []
+        self.cancels: dict[int, LeaseModel] = {}  # requests of cancels that were not answered
         self.asked: dict[int, Item] = {}  # requests of commits and releases that were not answered
         self._places: tuple[dict[Page, int], ...] = ({}, {})  # what was cached after the last turn
         self._version = 0
         self._committed: list[tuple[Page, ...]] = []  # in this turn
         self.clearing = [0, 0]  # pages of a tier that a clear has still to drop
-        self.more = False  # step() has more to do
         self.next_request = 1
         self.now = 0.0
         self.failed = False  # a check failed: nothing after it is worth a look
@@ -242,13 +269,23 @@ class Rig:
         runner.stopped[lease] = set()
         runner.views[lease] = list(slots)
 
-    def _grown(self, lease: LeaseModel, tokens: bytes, grant: Grant) -> None:
-        slots = unpack_slots(grant.slots)
-        assert slots[: len(lease.table)] == lease.table, f"table {slots}; it was {lease.table}"
-        fresh = slots[len(lease.table) :]
-        assert len(fresh) == lease.num_fresh
-        assert grant.load is None
-        lease.num_fresh = 0
+    def _extended(self, growing: Sequence[Growing], results: Sequence[bytes | SglcacheError], least: int) -> None:
+        """`least`: the pages that could be had all the time; what fits in these is granted."""
+        assert len(results) == len(growing)
+        taken = 0
+        for each, result in zip(growing, results, strict=True):
+            if isinstance(result, bytes):
+                assert each.error is None, f"{each} was granted"
+                self._grown(each.lease, each.tokens, unpack_slots(result), each.fresh)
+                taken += each.fresh
+            elif each.error is None:
+                assert isinstance(result, NoSpace), f"{result!r}"
+                assert taken + each.fresh > least, f"{result!r}; there was room for {least}, {taken} were taken before"
+            else:
+                assert isinstance(result, each.error), f"{each} was answered {result!r}"
+
+    def _grown(self, lease: LeaseModel, tokens: bytes, fresh: list[int], num_fresh: int) -> None:
+        assert len(fresh) == num_fresh, f"{len(fresh)} fresh pages, {num_fresh} are needed"
         lease.tokens += tokens
         lease.path = self.book.path(lease.namespace, lease.tokens)
         for slot in fresh:
@@ -265,25 +302,36 @@ class Rig:
     def _woken(self, wake: Wake, seen: Seen) -> None:
         self.wakes.append(wake)
         session, result = self.model.sessions[wake.session], wake.result
-        waits = next((w for w in self.waiting if w[0] == wake.request), None)
+        waits = next((w for w in self.waiting if w.request == wake.request), None)
         if waits is not None:
-            _, lease, tokens = waits
+            error = isinstance(result, SglcacheError) and session.ended
+            changed = isinstance(result, Extended) and not any(isinstance(each, bytes) for each in result.results)
+            assert error or changed or waits is self.waiting[0], f"{waits} was served before {self.waiting[0]}"
+            room = self.model.num_free(DEVICE) + len(self.model.evictable(DEVICE)) + self.model.in_copies()
             self.waiting.remove(waits)
-            if isinstance(result, Grant):
-                self._take_victims(DEVICE, seen, None)
-                if lease.waiting:
-                    self._granted(lease, result)
-                else:
-                    self._grown(lease, tokens, result)
+            lease = waits.acquired
+            if error:
+                return
+            self._take_victims(DEVICE, seen, None)
+            if lease is None:
+                assert isinstance(result, Extended), f"{result!r}"
+                self._extended(waits.growing, result.results, waits.least)
+            elif isinstance(result, Grant):
+                self._granted(lease, result)
             else:
-                assert isinstance(result, SglcacheError)
-                lease.num_fresh = 0
-                if lease.waiting and not lease.over:
-                    self.model.refused(lease)
+                assert isinstance(result, NoSpace), f"{result!r}"
+                assert lease.num_fresh > room, f"{result!r}; {room} pages can be had"
+                self.model.refused(lease)
             return
         if isinstance(result, SglcacheError) and session.ended:
-            self.asked.pop(wake.request)
+            if self.cancels.pop(wake.request, None) is None:
+                self.asked.pop(wake.request)
             return  # SessionEnded to whatever was under way; the end is in the model already
+        cancelled = self.cancels.pop(wake.request, None)
+        if cancelled is not None:
+            assert isinstance(result, Released), f"{result!r}"
+            assert cancelled.over, f"{cancelled} is said to be given back"
+            return
         self.model.settle(session)
         item = self.asked.pop(wake.request, None)
         assert item is not None, f"an answer to request {wake.request}, which waits for none: {result}"
@@ -365,88 +413,177 @@ class Rig:
         *,
         limit: int | None = None,
         reserve: int = 0,
+        exact: int | None = None,
+        room: int | None = None,
         session_id: str | None = None,
     ) -> LeaseModel | SglcacheError | None:
-        """The lease; NoSpace exactly when locks leave too little; None while it waits for `step`."""
+        """The lease; NoSpace exactly when locks leave too little, Changed exactly when `exact` is not what matches.
+
+        None while it waits for `step`, or for copies to be over.
+        """
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
         model, request = self.model, self._request()
         path = self.book.path(namespace, key)
-        pinned, matched = model.match(path, limit)
+        pinned, matched = model.match(path, limit if exact is None else exact)
         host_pinned = 0
         while host_pinned < matched and path[host_pinned] in model.slot[HOST]:
             host_pinned += 1
-        total = -(-(len(key) // TOKEN_BYTES + reserve) // self.page_size)
-        fresh = total - pinned
+        have = len(key) // TOKEN_BYTES + reserve
+        if room is not None:
+            have = min(have, matched * self.page_size + room)
+        fresh = -(-have // self.page_size) - pinned
         lease = LeaseModel(
             -request, runner.session, namespace, key, path, [], set(), pinned, host_pinned, session_id, matched
         )
-        room = model.num_free(DEVICE) + len(set(model.evictable(DEVICE)) - set(path[:pinned])) - self._promised()
+        now, later = self._room_now(path[:pinned]), self._room_later(path[:pinned])
         crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting))
 
         def then(result: Grant | SglcacheError | None) -> None:
+            agreed = exact is None or exact == matched * self.page_size
+            assert isinstance(result, Changed) is not agreed, f"{result!r}; {matched} pages match, {exact=} tokens"
+            if isinstance(result, Changed):
+                assert result.matched_tokens == matched * self.page_size
+                return
             if isinstance(result, SglcacheError):
                 assert isinstance(result, NoSpace), f"{result!r}"
-                assert fresh > room, f"{result!r}; {room} pages can be had"
+                assert crowded
+                assert fresh > later, f"{result!r}; {later} pages can be had"
                 return
-            assert not crowded or fresh <= room
+            assert not crowded or fresh <= later
+            self._check_answer(result is None, crowded, fresh, now)
             model.opened(lease)
             lease.num_fresh = fresh
             if result is None:
                 lease.waiting = True
-                self.waiting.append((request, lease, b""))
+                self.waiting.append(Waits(request, lease))
             else:
                 self._granted(lease, result)
 
         result = self.turn(
             lambda: self.index.acquire(
-                runner.id, request, key, namespace, limit=limit, reserve=reserve, session_id=session_id
+                runner.id,
+                request,
+                key,
+                namespace,
+                limit=limit,
+                reserve=reserve,
+                exact=exact,
+                room=room,
+                session_id=session_id,
             ),
             then,
             need=None if self.waiting or self.config.evict_slice < self.config.num_pages else fresh,
             keep=path[:pinned],
         )
-        self.more |= bool(self.waiting)
         return lease if isinstance(result, Grant) else result
 
+    def _check_answer(self, waits: bool, crowded: bool, fresh: int, room: int) -> None:
+        """Who could have been served at once was: in one slice, with nobody waiting before it."""
+        if not waits:
+            assert not crowded or (not self.waiting and fresh <= room), f"{fresh} pages were given out of {room}"
+        elif not self.waiting and self.config.evict_slice >= self.config.num_pages:
+            assert fresh > room, f"it waits for {fresh} pages, and {room} can be had"
+
     def extend(
-        self, runner: Runner, lease: LeaseModel, tokens: Iterable[int] | bytes, reserve: int = 0
-    ) -> Grant | SglcacheError | None:
+        self,
+        runner: Runner,
+        lease: LeaseModel,
+        tokens: Iterable[int] | bytes,
+        reserve: int = 0,
+        upto: int | None = None,
+    ) -> bytes | SglcacheError | None:
+        """The slots of its new pages; otherwise as `extend_all`."""
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        result = self.extend_all(runner, [(lease, key, reserve, upto)])
+        return result.results[0] if isinstance(result, Extended) else result
+
+    def extend_all(
+        self, runner: Runner, items: Sequence[tuple[LeaseModel, bytes, int, int | None]]
+    ) -> Extended | SglcacheError | None:
+        """Each item for itself: NoSpace exactly where locks and those before it leave too little; None: it waits."""
         model, request = self.model, self._request()
-        total = -(-((len(lease.tokens) + len(key)) // TOKEN_BYTES + reserve) // self.page_size)
-        fresh = max(0, total - len(lease.table))
-        room = model.num_free(DEVICE) + len(model.evictable(DEVICE)) - self._promised()
+        now, later = self._room_now(), self._room_later()
+        growing: list[Growing] = []
+        need = 0
+        for lease, tokens, reserve, upto in items:
+            have = (len(lease.tokens) + len(tokens)) // TOKEN_BYTES + reserve
+            if upto is not None:
+                have = min(have, upto)
+            fresh = max(0, -(-have // self.page_size) - len(lease.table))
+            crowded = fresh > 0 and (need + fresh > model.num_free(DEVICE) or bool(self.waiting))
+            error: type[SglcacheError] | None = None
+            if self.extending(lease) or any(each.lease is lease and each.error is None for each in growing):
+                error = BadRequest
+            elif crowded and need + fresh > later:
+                error = NoSpace
+            growing.append(Growing(lease, tokens, fresh, error))
+            if error is None:
+                need += fresh
+        crowded = need > model.num_free(DEVICE) or (need > 0 and bool(self.waiting))
 
-        def then(result: Grant | SglcacheError | None) -> None:
-            if isinstance(result, SglcacheError):
-                assert isinstance(result, NoSpace), f"{result!r}"
-                assert fresh > room, f"{result!r}; {room} pages can be had"
-                return
-            lease.num_fresh = fresh
+        def then(result: Extended | SglcacheError | None) -> None:
+            assert not isinstance(result, SglcacheError), f"{result!r}"
+            self._check_answer(result is None, crowded, need, now)
             if result is None:
-                self.waiting.append((request, lease, key))
+                self.waiting.append(Waits(request, growing=growing))
             else:
-                self._grown(lease, key, result)
+                self._extended(growing, result.results, later)
 
-        result = self.turn(
-            lambda: self.index.extend(runner.id, request, LeaseId(lease.number), key, reserve),
+        sent = [Extension(lease.number, tokens, reserve, upto) for lease, tokens, reserve, upto in items]
+        return self.turn(
+            lambda: self.index.extend(runner.id, request, sent),
             then,
-            need=None if self.waiting or self.config.evict_slice < self.config.num_pages else fresh,
+            need=None if self.waiting or self.config.evict_slice < self.config.num_pages else need,
         )
-        self.more |= bool(self.waiting)
-        return result
 
-    def _promised(self) -> int:
-        return sum(lease.num_fresh for _, lease, _ in self.waiting)
+    def cancel(self, runner: Runner, lease: LeaseModel) -> bool | SglcacheError:
+        """Give back what nobody was told of; False while its load is on its way."""
+        request = self._request()
+
+        def then(result: bool | SglcacheError) -> None:
+            assert result is (lease.load is None), f"{result!r}"
+            runner.stopped[lease].update(range(runner.session.shards))
+            self._takes_no_more(lease)
+            if result:
+                self.model.cancelled(lease)
+            else:
+                lease.cancelling = request
+                self.cancels[request] = lease
+                self.model.leases.pop(lease.number)
+
+        return self.turn(lambda: self.index.cancel(runner.id, request, LeaseId(lease.number)), then)
+
+    def _room_now(self, keep: Sequence[Page] = ()) -> int:
+        """Pages that can be had by eviction for who comes now, and keeps these."""
+        promised = sum(waits.num_fresh for waits in self.waiting)
+        model = self.model
+        return model.num_free(DEVICE) + len(set(model.evictable(DEVICE)) - set(keep)) - promised
+
+    def _room_later(self, keep: Sequence[Page] = ()) -> int:
+        """And once the write-throughs that are under way are over."""
+        return self._room_now(keep) + self.model.in_copies(keep)
+
+    @property
+    def more(self) -> bool:
+        """`step` would get on with something."""
+        return self.index.busy
+
+    def _takes_no_more(self, lease: LeaseModel) -> None:
+        """An extend of it that waits for room comes to nothing."""
+        for waits in self.waiting:
+            for each in waits.growing:
+                if each.lease is lease and each.error is None:
+                    each.error = Changed
 
     def extending(self, lease: LeaseModel) -> bool:
-        return any(waits is lease for _, waits, _ in self.waiting)
+        return any(each.lease is lease and each.error is None for waits in self.waiting for each in waits.growing)
 
     def plan_commit(self, runner: Runner, lease: LeaseModel, tokens: int | None = None) -> Item:
         """Give a commit its ticket. From now on its event may be done; `issue` sends the command."""
         have = len(lease.tokens) // TOKEN_BYTES
-        pages = (have if tokens is None else tokens) // self.page_size
-        return self._plan(runner, Item("commit", lease, runner.next_ticket, self._request(), pages))
+        pages = min((have if tokens is None else tokens) // self.page_size, len(lease.table))
+        item = Item("commit", lease, runner.next_ticket, self._request(), pages, whole=tokens is None)
+        return self._plan(runner, item)
 
     def plan_release(self, runner: Runner, lease: LeaseModel, discard: bool = False) -> Item:
         item = Item("release", lease, runner.next_ticket, self._request(), discard=discard)
@@ -467,7 +604,10 @@ class Rig:
 
         def send() -> None:
             if item.kind == "commit":
-                tokens = item.pages * self.page_size
+                tokens: int | None = item.pages * self.page_size
+                have = min(len(item.lease.tokens) // TOKEN_BYTES // self.page_size, len(item.lease.table))
+                if item.whole and item.pages == have:
+                    tokens = None
                 self.index.commit(session, item.request, lease, item.ticket, seen=item.seen, tokens=tokens)
             else:
                 self.index.release(session, item.request, lease, item.ticket, seen=item.seen, discard=item.discard)
@@ -477,6 +617,7 @@ class Rig:
             item.issued = True
             self.asked[item.request] = item
             if item.kind == "release":
+                self._takes_no_more(item.lease)
                 if item.discard:
                     for other in runner.session.items:
                         if other.lease is item.lease and other.kind == "commit":
@@ -661,12 +802,9 @@ class Rig:
 
         if tier is not None and not busy:
             self.clearing[tier] += len(model.slot[tier])
-            self.more = True
         if tier is None and not busy:
             # Nothing is evicted by it, and everything goes: the model must hear of it before it looks.
-            result = self._clear_all(then)
-            self.more = True
-            return result
+            return self._clear_all(then)
         return self.turn(lambda: self.index.clear(tier), then)
 
     def _clear_all(self, then: Callable[[dict[Tier, int] | SglcacheError], None]) -> dict[Tier, int] | SglcacheError:
@@ -681,12 +819,13 @@ class Rig:
         """One slice of what is long."""
         more = self.turn(self.index.step, need=None)
         assert isinstance(more, bool)
-        self.more = more
         return more
 
     def steps(self) -> None:
-        while self.step():
-            pass
+        for _ in range(10_000):
+            if not self.step():
+                return
+        raise AssertionError("step goes on for ever")
 
     def cut(self, heartbeat: bool = False) -> None:
         """Everything queued goes on the stream; then a mirror must equal the index (law 5)."""
@@ -721,11 +860,23 @@ class Rig:
             )
         late = model.overdue()
         assert not late, f"should have taken effect by now: {late}"
+        self._check_waiting()
         self._check_counts()
         self._check_memory()
         if self._checks:
             found = invariants.check(self.index)
             assert not found, "\n".join(found)
+
+    def _check_waiting(self) -> None:
+        """Who waits first waits for something that will happen: a slice, or the end of a copy of ours."""
+        if not self.waiting:
+            return
+        first, model = self.waiting[0], self.model
+        now = model.num_free(DEVICE) + len(model.evictable(DEVICE))
+        first.least = min(first.least, now + model.in_copies())
+        if not self.index.busy:
+            assert first.num_fresh > now, f"{first} waits, and {now} pages can be had"
+            assert any(copy.target == HOST for copy in model.copies.values()), f"{first} waits for nothing"
 
     def _check_counts(self) -> None:
         model, stats = self.model, self.index.stats()
@@ -812,10 +963,14 @@ class Rig:
     def settle(self) -> None:
         """Everything under way comes to its end; then nothing is held by anyone."""
         self.steps()
+        if self.waiting:
+            self.copies_done()
+            self.steps()
+            assert not self.waiting, f"{self.waiting} wait, and no copy is under way"
         for runner in list(self.runners.values()):
             if not runner.session.ended:
                 for lease in list(runner.session.leases):
-                    if lease.release is None:
+                    if lease.release is None and lease.cancelling is None:
                         self.plan_release(runner, lease)
                 while runner.planned:
                     self.issue(runner)
@@ -834,6 +989,8 @@ class Rig:
         self.copies_done()
         self.steps()
         self.cut()
+        unanswered = [*self.waiting, *self.asked, *self.cancels]
+        assert not unanswered, f"these were not answered: {unanswered}"
         for pool in self.index.stats().pools:
             assert (pool.locked, pool.leased, pool.fenced) == (0, 0, 0), f"something is held by nobody: {pool}"
             assert pool.free + pool.cached == pool.total

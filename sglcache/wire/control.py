@@ -8,12 +8,12 @@ Token ids are raw uint32 little-endian, slots raw int32 little-endian. Nothing h
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 1  # raised when an old peer would misread a new one
+PROTOCOL = 2  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 
@@ -23,13 +23,14 @@ MAX_COUNT = (1 << 31) - 1
 MAX_NAME = 256  # characters
 MAX_SALT = 4096
 MAX_TTL_S = 86400.0
+MAX_EXTENSIONS = 1024  # leases of one Extend: about 2 ms of the daemon's time
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT)]
 Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME)]
 
 
 class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """Every message is `[tag, fields...]`."""
+    """Every message is `[tag, fields...]`. Fields are added at the end, with defaults."""
 
 
 # -- the first frame on each side ---------------------------------------------------------------------
@@ -110,15 +111,24 @@ class Acquire(Frame):
     priority: int = 0
     limit: U31 | None = None  # match at most this many tokens
     reserve: U31 = 0  # room for this many tokens more
+    exact: U31 | None = None  # match this many tokens, a multiple of the page size, or answer `Changed`
+    room: U31 | None = None  # pages for the match and this many tokens beyond it; None: for all, and `reserve`
+
+
+class Extension(NamedTuple):
+    """What one lease gets: tokens, and pages for all it has then and `reserve` more; for the first `upto` at most."""
+
+    lease: U63
+    tokens: Tokens = b""
+    reserve: U31 = 0
+    upto: U31 | None = None
 
 
 class Extend(Frame):
-    """More tokens for a lease; its page table grows as needed."""
+    """More tokens or pages for leases, each for itself: where one fails the others are as they would be without it."""
 
     request: U63
-    lease: U63
-    tokens: Tokens
-    reserve: U31 = 0
+    items: Annotated[list[Extension], Meta(max_length=MAX_EXTENSIONS)]
 
 
 class Commit(Frame):
@@ -148,6 +158,13 @@ class Release(Frame):
     discard: bool = False
     event: U31 = 0
     generation: U63 = 0
+
+
+class Cancel(Frame):
+    """Give a lease back at once, whose pages nobody has touched or was told of: there is no use to wait for."""
+
+    request: U63
+    lease: U63
 
 
 class Recorded(Frame):
@@ -237,6 +254,7 @@ Command = (
     | Extend
     | Commit
     | Release
+    | Cancel
     | Recorded
     | Peek
     | Pin
@@ -255,7 +273,7 @@ Command = (
 
 
 class Granted(Frame):
-    """To Acquire and Extend: see core.effects.Grant.
+    """To Acquire: see core.effects.Grant.
 
     `load` = [load slot, generation] where host_tokens > 0; None there: it is readable already.
     """
@@ -266,6 +284,21 @@ class Granted(Frame):
     host_tokens: int
     slots: bytes
     load: tuple[int, int] | None = None
+
+
+class Fault(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Why one of several things was not done, as in a Failure."""
+
+    code: str
+    message: str
+    facts: dict[str, Any]
+
+
+class Extended(Frame):
+    """To Extend: for each item, in order, the slots of its new pages, at the table's end, or why it has none."""
+
+    request: int
+    results: list[bytes | Fault]
 
 
 class CommitDone(Frame):
@@ -280,7 +313,7 @@ class CommitDone(Frame):
 
 
 class Done(Frame):
-    """To Release, Unpin, Clear, Ping, Bye, Peek, Pin, Status, Dump: the numbers, by name."""
+    """To Release, Cancel, Unpin, Clear, Ping, Bye, Peek, Pin, Status, Dump: the numbers, by name."""
 
     request: int
     facts: dict[str, Any] = {}
@@ -295,7 +328,7 @@ class Failure(Frame):
     facts: dict[str, Any]
 
 
-Answer = Granted | CommitDone | Done | Failure
+Answer = Granted | Extended | CommitDone | Done | Failure
 
 # msgspec encoders hold no state between calls.
 encode = msgspec.msgpack.Encoder().encode

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglcache.core import eventlog, hashing, index, tree
+from sglcache.errors import NoSpace, UnknownLease
 from sglcache.testing.model import LeaseModel
 from sglcache.testing.programs import run
 from sglcache.testing.rig import Rig
+from sglcache.units import LeaseId
 
 NUM_PROGRAMS = 250  # most are caught by the first few
 
@@ -61,6 +63,50 @@ def a_parents_copy_fails() -> None:
     rig.copy_done(second)
     rig.commit(runner, lease)
     rig.settle()
+
+
+def a_session_ends_with_a_cancel() -> None:
+    """Its load is still on its way; it is over later."""
+    rig = Rig(page_size=4, num_pages=8, host_pages=16)
+    runner = rig.open_session()
+    for first in (0, 100):
+        lease = rig.acquire(runner, range(first, first + 32))
+        assert isinstance(lease, LeaseModel)
+        rig.commit(runner, lease)
+        rig.copies_done()
+        rig.release(runner, lease)
+    lease = rig.acquire(runner, range(32))
+    assert isinstance(lease, LeaseModel)
+    assert rig.cancel(runner, lease) is False
+    late = rig.turn(lambda: rig.index.cancel(runner.id, 99, LeaseId(lease.number)))
+    assert isinstance(late, UnknownLease)
+    rig.end_session(runner)
+    rig.settle()
+
+
+def a_match_that_a_copy_locks() -> None:
+    """Nothing but the copy locks it, yet it can't be evicted for who matches it."""
+    rig = Rig(page_size=4, num_pages=8, host_pages=16)
+    runner = rig.open_session()
+    lease = rig.acquire(runner, range(16))
+    assert isinstance(lease, LeaseModel)
+    rig.commit(runner, lease)
+    rig.release(runner, lease)
+    assert isinstance(rig.acquire(runner, range(36)), NoSpace)
+    assert isinstance(rig.acquire(runner, [*range(8), *[9] * 28]), NoSpace), "half of it"
+    assert rig.acquire(runner, [*range(8), *[9] * 24]) is None
+    rig.settle()
+
+
+def two_requests_one_sequence() -> None:
+    """The second goes on where the first ended, within one batch, and is told of by another name."""
+    rig = Rig(page_size=4, num_pages=16)
+    runner = rig.open_session()
+    for tokens, session_id in ((range(8), None), (range(16), "s")):
+        lease = rig.acquire(runner, tokens, session_id=session_id)
+        assert isinstance(lease, LeaseModel)
+        rig.commit(runner, lease)
+    rig.cut()
 
 
 Index, Tree, EventLog = index.Index, tree.Tree, eventlog.EventLog
@@ -151,7 +197,7 @@ MUTATIONS = [
     mutation(
         "what is matched may be evicted to make room for the rest",
         Index,
-        "_refuse",
+        "_room",
         "pool.free + pool.evictable - pinned - promised",
         "pool.free + pool.evictable - promised",
     ),
@@ -182,7 +228,14 @@ MUTATIONS = [
     mutation("a clear is not told", Index, "clear", "self.log.cleared()", "pass"),
     mutation("a digest starts anew at each node", EventLog, "stored", "if before is None:", "if True:"),
     mutation("a removal is cut from its start", EventLog, "_add", "start if stored else count - start - take", "start"),
-    mutation("events of two namespaces are joined", EventLog, "_add", "run.extras == extras and ", ""),
+    mutation(
+        "stores of two requests are joined",
+        EventLog,
+        "_add",
+        "run.extras == extras and ",
+        "",
+        by=two_requests_one_sequence,
+    ),
     mutation("stores that are no chain are joined", EventLog, "_add", " and run.digests[-1][-size:] == parent", ""),
     mutation("a batch's number is given twice", EventLog, "_close_batch", "self.next_seq += 1", "self.next_seq += 0"),
     mutation("unpublished namespaces are published", Index, "_change", "node.space.extras is None", "False"),
@@ -393,7 +446,7 @@ MUTATIONS = [
         "self.version += not present",
     ),
     mutation("a process that dies does not end its session", Index, "shard_gone", "self.end_session(session)", "pass"),
-    mutation("a promised page is promised again", Index, "_refuse", " - promised:", ":", evict_slice=1),
+    mutation("a promised page is promised again", Index, "_room", " - pinned - promised", " - pinned", evict_slice=1),
     mutation(
         "the last to wait is served first",
         Index,
@@ -406,9 +459,100 @@ MUTATIONS = [
         "a session's end leaves those who wait waiting",
         Index,
         "end_session",
-        "self._waiting.remove(waiting)",
+        "self._leave_queue(waiting)",
         "pass",
         evict_slice=1,
+    ),
+    # -- matches that were agreed on, and pages for a part
+    mutation(
+        "less is matched than was agreed", Index, "acquire", "if exact is not None and matched_bytes", "if 0 and 0"
+    ),
+    mutation("more is matched than was agreed", Index, "acquire", "            limit = exact\n", ""),
+    mutation("pages are taken for all", Index, "acquire", "min(have, matched_bytes + room * TOKEN_BYTES)", "have"),
+    mutation(
+        "room counts what is matched", Index, "acquire", "matched_bytes + room * TOKEN_BYTES", "room * TOKEN_BYTES"
+    ),
+    mutation("upto is not kept", Index, "_growth", "min(have, upto * TOKEN_BYTES)", "have"),
+    mutation("what has no page is committed", Index, "commit", "tokens = min(have, room)", "tokens = have"),
+    mutation("more than has pages can be committed", Index, "commit", "<= min(have, room)", "<= have"),
+    # -- extends of many
+    mutation(
+        "one that finds no room fails all",
+        Index,
+        "extend",
+        "                growths.append(error)\n                continue\n",
+        "                raise\n",
+    ),
+    mutation(
+        "a batch is promised a page twice", Index, "extend", "need + num_fresh > room + (", "num_fresh > room + ("
+    ),
+    mutation("a lease is extended twice at once", Index, "extend", "lease.extending = True", "pass"),
+    mutation(
+        "an extend of what was released takes pages",
+        Index,
+        "_take_no_more",
+        "if lease.extending:",
+        "if False:",
+        evict_slice=1,
+    ),
+    # -- waiting for our own copies
+    mutation(
+        "who is locked out by a copy is refused",
+        Index,
+        "_refuse",
+        " and num_fresh > room + self._in_copies(path, partial, at)",
+        "",
+        **TWO_TIERS,
+    ),
+    mutation(
+        "locks of others go with a copy", Index, "_in_copies", "node.cells[lock] == count", "node.cells[lock]", **LOADS
+    ),
+    mutation(
+        "a match is counted as a copy's",
+        Index,
+        "_in_copies",
+        " and node not in matched",
+        "",
+        by=a_match_that_a_copy_locks,
+    ),
+    mutation(
+        "half a match is counted as a copy's", Index, "_in_copies", "pages -= at // self.page_bytes", "pass", **LOADS
+    ),
+    mutation("who waits for a copy spins", Index, "_serve_waiting", "self._stuck = self.revision", "pass", **LOADS),
+    mutation(
+        "the end of a copy wakes nobody",
+        Index,
+        "busy",
+        "self._stuck != self.revision",
+        "self._stuck is None",
+        Edit(Index, "step", "self._stuck != self.revision", "self._stuck is None"),
+        **LOADS,
+    ),
+    mutation(
+        "who is refused in the end keeps those behind waiting",
+        Index,
+        "_leave_queue",
+        "self._stuck = None",
+        "self._stuck = self.revision",
+        evict_slice=1,
+    ),
+    # -- cancel
+    mutation("a cancel does not wait for the load", Index, "cancel", "held.load is not None", "False", **LOADS),
+    mutation(
+        "a cancelled lease goes on",
+        Index,
+        "cancel",
+        "self._take_no_more(held)",
+        "pass",
+        by=a_session_ends_with_a_cancel,
+    ),
+    mutation(
+        "a cancel is not answered at the session's end",
+        Index,
+        "end_session",
+        "if lease.cancelling is not None:",
+        "if False:",
+        by=a_session_ends_with_a_cancel,
     ),
     # -- slots
     mutation("an evicted slot is freed twice", Index, "_drop", "pool.give(run)", "pool.give(run), pool.give(run)"),
@@ -425,6 +569,9 @@ MUTATIONS = [
 def plant(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
     """Compile the method anew with the edit in it, in the module's own globals."""
     original = getattr(edit.owner, edit.method)
+    get = isinstance(original, property)
+    if get:
+        original = original.fget
     assert isinstance(original, FunctionType)
     source = getattr(original, "mutated_source", None) or inspect.getsource(original)
     assert source.count(edit.old) == 1, f"{edit.method}: {source.count(edit.old)} times {edit.old!r}"
@@ -432,8 +579,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
     scope: dict[str, Any] = {}
     code = compile("from __future__ import annotations\n" + textwrap.dedent(source), f"<{edit.method}>", "exec")
     exec(code, original.__globals__, scope)
-    scope[edit.method].mutated_source = source
-    monkeypatch.setattr(edit.owner, edit.method, scope[edit.method])
+    mutated = scope[edit.method]
+    if get:
+        mutated.fget.mutated_source = source
+    else:
+        mutated.mutated_source = source
+    monkeypatch.setattr(edit.owner, edit.method, mutated)
 
 
 def caught(planted: Mutation) -> tuple[int, BaseException] | None:
@@ -461,6 +612,9 @@ def test_planted_bug_is_caught(planted: Mutation, monkeypatch: pytest.MonkeyPatc
 
 def test_the_same_programs_pass_without_a_bug() -> None:
     a_parents_copy_fails()
+    a_session_ends_with_a_cancel()
+    a_match_that_a_copy_locks()
+    two_requests_one_sequence()
     for fixed in ({}, TWO_TIERS, LOADS):
         for seed in range(30):
             run(seed, **fixed)

@@ -17,6 +17,7 @@ import pytest
 from sglcache.client import Client, Worker
 from sglcache.errors import (
     BadRequest,
+    Changed,
     ClosedError,
     Forbidden,
     NoSpace,
@@ -74,6 +75,11 @@ BAD = {
     "text for tokens": array("Acquire", 1, "text"),
     "tokens as a list": array("Acquire", 1, [1, 2, 3]),
     "a negative limit": array("Acquire", 1, b"", None, None, None, None, None, 0, -1),
+    "a negative room": array("Acquire", 1, b"", None, None, None, None, None, 0, None, 0, None, -1),
+    "an extend that is no list": array("Extend", 1, 5),
+    "an item that is none": array("Extend", 1, [5]),
+    "an item of too many fields": array("Extend", 1, [[5, b"", 0, None, 1]]),
+    "more items than are taken": array("Extend", 1, [[5]] * (control.MAX_EXTENSIONS + 1)),
     "a long salt": array("Acquire", 1, b"", None, None, "x" * 5000),
     "a bad string": framed(b"\x92\xa4Ping\xa2\xff\xfe"),
     "time to live of nothing": array("Pin", 1, b"", "me", 0.0),
@@ -146,7 +152,7 @@ def test_random_frames_never_harm(daemon: Daemon) -> None:
         control.frame(frame)
         for frame in (
             control.Acquire(1, tokens, "lora", "extra", "salt", "s", "t", 1, 4, 4),
-            control.Extend(2, 1, tokens),
+            control.Extend(2, [control.Extension(1, tokens)]),
             control.Commit(3, 1, 1, 0),
             control.Release(4, 1, 2, 0),
             control.Recorded(1, 0, 1),
@@ -215,7 +221,11 @@ def test_a_worker_may_not_lead(daemon: Daemon) -> None:
         (control.Acquire(1, b""), BadRequest),
         (control.Acquire(1, b"\0\0\0"), BadRequest),
         (control.Acquire(1, b"\0\0\0\0", reserve=(1 << 31) - 1), NoSpace),
-        (control.Extend(1, 999, b"\0" * 4), UnknownLease),
+        (control.Acquire(1, bytes(64), exact=3), BadRequest),
+        (control.Acquire(1, bytes(64), exact=68), BadRequest),
+        (control.Acquire(1, bytes(64), limit=8, exact=8), BadRequest),
+        (control.Acquire(1, bytes(64), exact=8), Changed),
+        (control.Cancel(1, 999), UnknownLease),
         (control.Commit(1, 999, 5, 0), UnknownLease),
         (control.Release(1, 999, 5, 0), UnknownLease),
         (control.Commit(1, 999, 5, 0, None, 1 << 30, 1), BadRequest),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -164,9 +163,9 @@ def test_workers_wait_for_what_the_scheduler_was_granted(daemon: Daemon, gate: P
         assert lease.load is not None
         gate.touch()
         worker.wait_loaded(lease.load)
-        ticket = lease.release_begin()
-        worker.record(ticket)
-        scheduler.wait(ticket)
+        released = lease.release_begin()
+        worker.record(released.ticket)
+        released.wait()
 
 
 def test_a_dead_daemon_is_noticed_while_waiting(folder: Path, gate: Path) -> None:
@@ -192,17 +191,12 @@ def test_a_load_beyond_the_slots_is_answered_when_it_is_there(daemon: Daemon, ga
         put(daemon, one, list(range(1000, 1000 + 4 * 62)), 9)
         first = one.acquire(halves[0])
         assert first.load is not None
-        with other._connection.lock:
-            from sglcache.core.key import pack
-            from sglcache.wire import control
-
-            other._connection.send(control.Acquire(other._connection.number(), pack(halves[1])))
+        begun = other.acquire_begin(halves[1])
         until(lambda: one.status()["counters"]["loads_parked"] == 1)
+        assert not begun.done
         gate.touch()
-        with other._connection.lock:
-            granted: Any = other._connection.wait(1)
-        assert (granted.matched_tokens, granted.host_tokens, granted.load) == (60, 60, None)
-        lease = Lease(other, pack(halves[1]), granted)
+        lease = begun.wait()
+        assert (lease.matched_tokens, lease.host_tokens, lease.load) == (60, 60, None)
         lease.wait_loaded()
         assert holds(other, lease, 4)
         first.wait_loaded()

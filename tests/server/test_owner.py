@@ -193,8 +193,7 @@ def test_long_work_goes_on_by_itself_a_slice_a_turn(tmp_path: Path) -> None:
         await turns()
         world.take()
         assert world.index.acquire(world.session, 99, tokens(*range(100, 140))) is None
-        world.owner.work()
-        world.owner.work()
+        world.owner.end_turn()
         world.owner.end_turn()
         assert "Grant" not in world.take()
         told: list[str] = []

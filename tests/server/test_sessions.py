@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from sglcache.client import Client, Worker
+from sglcache.client import Client, Lease, Pending, Worker
 from sglcache.errors import BadRequest, Busy, Changed, Forbidden, NoSpace, SessionEnded
 from sglcache.memory.rings import EventRing
 from sglcache.testing.daemon import Daemon, Puppet, until
@@ -46,9 +47,9 @@ class Rig:
             daemon.worker(self.scheduler.token, shard, ring=ring) for shard, ring in enumerate(rings or [None, None])
         ]
 
-    def record(self, ticket: int) -> None:
+    def record(self, pending: Pending[Any]) -> None:
         for worker in self.workers:
-            worker.record(ticket)
+            worker.record(pending.ticket)
 
     def close(self) -> None:
         for member in (*self.workers, self.scheduler):
@@ -102,14 +103,13 @@ def test_a_commit_takes_effect_when_the_last_shard_has_recorded(rig: Rig, order:
     for step, who in enumerate(order):
         assert cached(scheduler) == 0, f"cached after {order[:step]}"
         if who == "commit":
-            assert lease.commit_begin() == ticket
+            begun = lease.commit_begin()
+            assert begun.ticket == ticket
         else:
             worker = rig.workers[int(who[-1])]
             worker.record(ticket)
             barrier(worker)
-    committed = scheduler.wait(ticket)
-    assert committed is not None
-    assert committed.committed_tokens == len(TOKENS)
+    assert begun.wait().committed_tokens == len(TOKENS)
     assert cached(scheduler) == len(TOKENS)
     end(rig, lease)
 
@@ -119,10 +119,10 @@ def barrier(worker: Worker) -> None:
     worker.ping()
 
 
-def end(rig: Rig, lease: object, *, ticket: int | None = None) -> None:
-    ticket = lease.release_begin() if ticket is None else ticket  # type: ignore[attr-defined]
-    rig.record(ticket)
-    rig.scheduler.wait(ticket)
+def end(rig: Rig, lease: Lease) -> None:
+    pending = lease.release_begin()
+    rig.record(pending)
+    pending.wait()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([(1, 0), (1, 1), (2, 0), (2, 1)])), ids=str)
@@ -131,7 +131,7 @@ def test_commits_take_effect_in_the_schedulers_order(rig: Rig, order: tuple[tupl
     scheduler = rig.scheduler
     lease = scheduler.acquire(TOKENS)
     first, second = lease.commit_begin(32), lease.commit_begin(64)
-    assert (first, second) == (1, 2)
+    assert (first.ticket, second.ticket) == (1, 2)
     done = {1: set(), 2: set()}  # type: ignore[var-annotated]
     for ticket, shard in order:
         rig.workers[shard].record(ticket)
@@ -139,31 +139,97 @@ def test_commits_take_effect_in_the_schedulers_order(rig: Rig, order: tuple[tupl
         done[ticket].add(shard)
         expected = 0 if len(done[1]) < 2 else 32 if len(done[2]) < 2 else 64
         assert cached(scheduler) == expected
-    scheduler.wait(second)
-    scheduler.wait(first)
+    second.wait()
+    first.wait()
     end(rig, lease)
 
 
 def test_a_release_waits_for_every_shard(daemon: Daemon, rig: Rig) -> None:
     lease = rig.scheduler.acquire(TOKENS)
-    ticket = lease.release_begin()
-    rig.workers[0].record(ticket)
+    pending = lease.release_begin()
+    rig.workers[0].record(pending.ticket)
     barrier(rig.workers[0])
     assert daemon.pool()["leased"] == 16
-    rig.workers[1].record(ticket)
-    assert rig.scheduler.wait(ticket) is None
+    assert not pending.done
+    rig.workers[1].record(pending.ticket)
+    pending.wait()
     assert daemon.pool()["leased"] == 0
+
+
+@pytest.mark.parametrize("verb", ["commit", "release", "abort"])
+def test_what_would_wait_for_a_ticket_that_nobody_knows_is_refused(daemon: Daemon, rig: Rig, verb: str) -> None:
+    """By the name of the verb that gives the ticket out; and the lease is as it was."""
+    lease = rig.scheduler.acquire(TOKENS)
+    with pytest.raises(Forbidden, match=f"{verb}_begin"):
+        getattr(lease, verb)()
+    assert daemon.pool()["leased"] == 16
+    assert not lease.ended
+    pending = lease.commit_begin()
+    assert pending.ticket == 1
+    rig.record(pending)
+    assert pending.wait().committed_tokens == 64
+    end(rig, lease)
+
+
+def test_a_with_statement_of_a_scheduler_is_refused_and_leaks_nothing(daemon: Daemon, rig: Rig) -> None:
+    """Its end would have to wait for a ticket. A lease whose pages nobody can know goes back; another stays."""
+    with pytest.raises(Forbidden, match="release_begin"), rig.scheduler.acquire(TOKENS):
+        raise AssertionError("unreachable")
+    assert daemon.pool()["leased"] == 0
+    lease = rig.scheduler.acquire(TOKENS)
+    told = lease.slots.tolist()
+    with pytest.raises(Forbidden, match="release_begin"), lease:
+        raise AssertionError("unreachable")
+    assert daemon.pool()["leased"] == len(told) == 16
+    end(rig, lease)
+
+
+def test_an_abort_drops_commits_and_waits_for_every_shard(daemon: Daemon, rig: Rig) -> None:
+    lease = rig.scheduler.acquire(TOKENS)
+    commit, abort = lease.commit_begin(), lease.abort_begin()
+    with pytest.raises(Changed):
+        commit.wait()
+    rig.record(commit)
+    rig.workers[0].record(abort.ticket)
+    barrier(rig.workers[0])
+    assert daemon.pool()["leased"] == 16
+    rig.workers[1].record(abort.ticket)
+    abort.wait()
+    assert daemon.pool()["leased"] == 0
+    assert cached(rig.scheduler) == 0
+
+
+def test_a_worker_names_the_moment_that_a_ticket_is_for(daemon: Daemon) -> None:
+    """It is a batch ahead when it learns of the ticket, and that batch is not waited for."""
+    rings = [Held(), Held()]
+    rig = Rig(daemon, [*rings])
+    lease = rig.scheduler.acquire(TOKENS)
+    moment = rig.scheduler.record()
+    first = [worker.record() for worker in rig.workers]
+    for worker in rig.workers:
+        worker.record()  # the next batch
+    commit = lease.commit_begin(event=moment)
+    for worker, event in zip(rig.workers, first, strict=True):
+        worker.record(commit.ticket, event)
+    rings[0].let_go()
+    barrier(rig.workers[1])
+    assert not commit.done
+    rings[1].let_go()
+    assert commit.wait().committed_tokens == 64
+    for worker in rig.workers:
+        worker._ring = None  # their goodbye needs no event
+    rig.close()
 
 
 def test_the_same_record_twice_counts_once(daemon: Daemon, rig: Rig) -> None:
     lease = rig.scheduler.acquire(TOKENS)
-    ticket = lease.release_begin()
-    rig.workers[0].record(ticket)
-    rig.workers[0].record(ticket)
+    pending = lease.release_begin()
+    rig.workers[0].record(pending.ticket)
+    rig.workers[0].record(pending.ticket)
     barrier(rig.workers[0])
     assert daemon.pool()["leased"] == 16
-    rig.workers[1].record(ticket)
-    rig.scheduler.wait(ticket)
+    rig.workers[1].record(pending.ticket)
+    pending.wait()
 
 
 def test_an_event_that_is_not_in_the_ring_ends_its_worker_and_the_session(daemon: Daemon, rig: Rig) -> None:
@@ -185,16 +251,16 @@ def test_a_commit_waits_for_its_event(daemon: Daemon) -> None:
     ring = Held()
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        ticket = lease.commit_begin()
+        pending = lease.commit_begin()
         assert cached(runner) == 0
         ring.let_go()
-        runner.wait(ticket)
+        pending.wait()
         assert cached(runner) == 64
         daemon.settle()  # a copy of ours is a lock, too
-        ticket = lease.release_begin()
+        released = lease.release_begin()
         assert daemon.pool()["locked"] == 16
         ring.let_go()
-        runner.wait(ticket)
+        released.wait()
         assert daemon.pool()["locked"] == 0
         runner._ring = None  # its goodbye needs no event
 
@@ -204,23 +270,19 @@ def test_sessions_do_not_wait_for_each_others_events(daemon: Daemon) -> None:
     slow, fast = Held(), Held()
     with daemon.client(ring=slow) as one, daemon.client(ring=fast) as other:
         leases = [one.acquire(TOKENS), other.acquire(TOKENS)]
-        tickets = [lease.commit_begin() for lease in leases]
+        begun = [lease.commit_begin() for lease in leases]
         own = leases[0].slots.tolist()
         fast.let_go()
-        committed = other.wait(tickets[1])
-        assert committed is not None
-        assert committed.num_duplicates == 0
+        assert begun[1].wait().num_duplicates == 0
         slow.let_go()
-        committed = one.wait(tickets[0])
-        assert committed is not None
-        assert committed.num_duplicates == 16
+        assert begun[0].wait().num_duplicates == 16
         # The loser reads the winner's pages from now on; its own are its own until it has said so.
         assert leases[0].slots.tolist() == leases[1].slots.tolist() != own
         assert daemon.pool()["leased"] == 16
         for runner, lease, ring in zip((one, other), leases, (slow, fast), strict=True):
-            ticket = lease.release_begin()
+            released = lease.release_begin()
             ring.let_go()
-            runner.wait(ticket)
+            released.wait()
             runner._ring = None
         assert daemon.pool()["leased"] == 0
 
@@ -229,15 +291,15 @@ def test_events_may_be_done_out_of_order_and_take_effect_in_order(daemon: Daemon
     ring = Held()
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        tickets = [lease.commit_begin(tokens) for tokens in (16, 32, 48, 64)]
+        begun = [lease.commit_begin(tokens) for tokens in (16, 32, 48, 64)]
         for which, expected in ((3, 0), (1, 0), (0, 32), (0, 64)):
             ring.let_go(which)
             until(lambda expected=expected: cached(runner) == expected)  # type: ignore[misc]
-        for ticket in reversed(tickets):
-            runner.wait(ticket)
-        ticket = lease.release_begin()
+        for pending in reversed(begun):
+            pending.wait()
+        released = lease.release_begin()
         ring.let_go()
-        runner.wait(ticket)
+        released.wait()
         runner._ring = None
 
 
@@ -245,12 +307,12 @@ def test_more_events_than_the_ring_has_are_refused_here(daemon: Daemon) -> None:
     ring = Held(2)
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        tickets = [lease.commit_begin(16), lease.commit_begin(32)]
+        begun = [lease.commit_begin(16), lease.commit_begin(32)]
         with pytest.raises(Busy):
             lease.commit_begin(48)
-        for ticket in tickets:
+        for pending in begun:
             ring.let_go()
-            runner.wait(ticket)
+            pending.wait()
         runner._ring = None
 
 
@@ -258,13 +320,13 @@ def test_a_discarded_commit_never_takes_effect(daemon: Daemon) -> None:
     ring = Held()
     with daemon.client(ring=ring) as runner:
         lease = runner.acquire(TOKENS)
-        ticket = lease.commit_begin()
-        gone = runner.begin_end(lease, discard=True)
+        pending = lease.commit_begin()
+        gone = lease.abort_begin()
         with pytest.raises(Changed):
-            runner.wait(ticket)
+            pending.wait()
         ring.let_go()
         ring.let_go()
-        runner.wait(gone)
+        gone.wait()
         assert cached(runner) == 0
         runner._ring = None
 
@@ -310,18 +372,18 @@ def test_a_killed_worker_ends_the_session_once(daemon: Daemon) -> None:
         for shard, puppet in enumerate((one, other)):
             puppet.do(f"worker = Worker(bytes.fromhex('{scheduler.token.hex()}'), {shard}, socket)")
         lease = scheduler.acquire(TOKENS)
-        ticket = lease.commit_begin(32)
+        first = lease.commit_begin(32)
         for puppet in (one, other):
-            puppet.do(f"worker.record({ticket})")
-        scheduler.wait(ticket)
+            puppet.do(f"worker.record({first.ticket})")
+        first.wait()
         pending = lease.commit_begin()
-        one.do(f"worker.record({pending})")
+        one.do(f"worker.record({pending.ticket})")
         daemon.settle()
 
         one.process.kill()
 
         with pytest.raises(SessionEnded):
-            scheduler.wait(pending)
+            pending.wait()
         for _ in range(2):
             with pytest.raises(SessionEnded):
                 scheduler.acquire(TOKENS)

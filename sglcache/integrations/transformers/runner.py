@@ -16,7 +16,7 @@ from sglcache.errors import BadRequest, NoSpace, TransferError
 from sglcache.integrations.transformers.model import Executor, Part
 
 if TYPE_CHECKING:
-    from sglcache.client import Client, Committed, Lease
+    from sglcache.client import Client, Committed, Lease, Pending
     from sglcache.client.client import Tokens
 
 
@@ -53,9 +53,9 @@ class Request:
 
 
 class _Begun(NamedTuple):
-    """A ticket on its way."""
+    """A commit or release on its way."""
 
-    ticket: int
+    pending: Pending[Committed] | Pending[None]
     request: Request
 
 
@@ -153,7 +153,7 @@ class Runner:
                 row += 1
         for request, _ in work:
             self._commit(request)
-        self.executor.record([begun.ticket for begun in self._begun])
+        self._record()
         finished = [request for request in self._running if request.done]
         self._running = [request for request in self._running if not request.done]
         return finished
@@ -161,8 +161,8 @@ class Runner:
     def settle(self) -> None:
         """Hear what became of the commits: page tables name the canonical pages from then on."""
         begun, self._begun = self._begun, []
-        for ticket, request in begun:
-            committed: Committed | None = self.client.wait(ticket)
+        for pending, request in begun:
+            committed = pending.wait()
             if committed is not None:
                 request.num_duplicates += committed.num_duplicates
 
@@ -172,7 +172,7 @@ class Runner:
         for request in self._running:
             if request.lease is not None:
                 self._release(request)
-        self.executor.record([begun.ticket for begun in self._begun])
+        self._record()
         self.settle()
         self._running.clear()
         self._waiting.clear()
@@ -259,6 +259,11 @@ class Runner:
         self._begun.append(_Begun(request.lease.release_begin(), request))
         request.lease = None
 
+    def _record(self) -> None:
+        """Have the workers, if there are any, record what was begun."""
+        tickets = [begun.pending.ticket for begun in self._begun]
+        self.executor.record([ticket for ticket in tickets if ticket is not None])
+
     def _acquire_anew(self) -> None:
         """A load from the host failed, of one of those that were waited for: they start over, ahead of the rest.
 
@@ -269,4 +274,4 @@ class Runner:
             self._running.remove(request)
             self._release(request)
             self._waiting.appendleft(request)
-        self.executor.record([begun.ticket for begun in self._begun])
+        self._record()

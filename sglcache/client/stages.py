@@ -1,0 +1,76 @@
+"""Pipeline stages: each has a rank of its own, which may hold another part of a prompt than the others, and all must
+match alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar, Unpack
+
+from sglcache.client.connection import Pending
+from sglcache.core.key import pack
+from sglcache.errors import BadRequest, Changed, SglcacheError
+
+if TYPE_CHECKING:
+    from sglcache.client.client import AcquireOptions, Client, NamespaceOptions, Tokens
+    from sglcache.client.lease import Lease
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def acquire_alike(
+    stages: Sequence[Client], tokens: Tokens, *, tries: int = 8, **options: Unpack[AcquireOptions]
+) -> list[Lease]:
+    """A lease on every stage, all with the same match: the longest that every stage has. All of them, or an error.
+
+    Every stage is asked (`peek`), then held to the least that was said (`exact`). Where one has lost some of it since,
+    the others' leases are given back and all are held to what is left, `tries` times at most; then Changed. NoSpace of
+    any stage is raised once the others' are given back. Two round trips to all at once, and one for each time more.
+    """
+    if not stages or tries < 1 or options.get("exact") is not None:
+        raise BadRequest(f"{len(stages)} stages, tries={tries}: at least one of each, and `exact` is found out here")
+    packed = pack(tokens)
+    whole = math.lcm(*(stage.geometry.page_size for stage in stages))
+    limit = options.pop("limit", None)
+    namespace: NamespaceOptions = {
+        "lora": options.get("lora"),
+        "extra_key": options.get("extra_key"),
+        "cache_salt": options.get("cache_salt"),
+    }
+    peeked, errors = _all(stages, lambda stage: stage.peek_begin(packed, **namespace))
+    if errors:
+        raise errors[0]
+    agreed = min(each.matched_tokens for each in peeked)
+    if limit is not None:
+        agreed = min(agreed, limit)
+    for _ in range(tries):
+        options["exact"] = agreed - agreed % whole
+        leases, errors = _all(stages, lambda stage: stage.acquire_begin(packed, **options))
+        if not errors:
+            return leases
+        _all(leases, lambda lease: lease.cancel_begin())  # nobody was told of their pages
+        for error in errors:
+            if not isinstance(error, Changed):
+                raise error
+        agreed = min(error.matched_tokens for error in errors)
+    raise errors[0]
+
+
+def _all(items: Iterable[T], begin: Callable[[T], Pending[U]]) -> tuple[list[U], list[SglcacheError]]:
+    """Begin it with each, then wait for each: what came of it, and what went wrong."""
+    begun: list[Pending[U]] = []
+    results: list[U] = []
+    errors: list[SglcacheError] = []
+    for item in items:
+        try:
+            begun.append(begin(item))
+        except SglcacheError as error:
+            errors.append(error)
+    for pending in begun:
+        try:
+            results.append(pending.wait())
+        except SglcacheError as error:
+            errors.append(error)
+    return results, errors
