@@ -396,7 +396,7 @@ class Client(Member):
         sum of their hashes mod 2**64. While `announcing`, who follows the announcement has only part of it.
         """
         with self._connection.lock:
-            return self._facts(control.Digest(self._connection.number()))
+            return self._call(control.Digest(self._connection.number()))
 
     def announce(self) -> None:
         """Have all that is cached told anew on the stream: AllBlocksCleared, then every block, under fresh numbers.
@@ -404,7 +404,7 @@ class Client(Member):
         For subscribers that can't ask for a replay. BadRequest: events are off.
         """
         with self._connection.lock:
-            self._facts(control.Announce(self._connection.number()))
+            self._call(control.Announce(self._connection.number()))
 
     # -- for leases -------------------------------------------------------------------------------------
 
