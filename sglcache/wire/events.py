@@ -12,7 +12,8 @@ them (`encode_batch`) gives byte for byte SGLang's maps, and so what the daemon'
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from itertools import chain
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -21,6 +22,7 @@ from sglcache.errors import ProtocolError
 from sglcache.units import MEDIA
 
 BlockHash: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+# What ids may be is checked by hand: msgspec 0.23 crashes on a constrained integer in a union with a tuple.
 Token: TypeAlias = int | tuple[int, int]  # a pair under EAGLE: one bigram is one logical token
 
 
@@ -138,10 +140,18 @@ def decode_batch(payload: bytes) -> Batch:
         raise ProtocolError(f"{len(payload)} bytes that are not msgpack: {error}") from None
     for event in batch.events:
         if isinstance(event, BlockStored) and event.token_ids:
-            tokens, blocks = len(event.token_ids), len(event.block_hashes)
-            if tokens != blocks * event.block_size:
-                raise ProtocolError(f"BlockStored has {tokens} tokens for {blocks} blocks of {event.block_size}")
+            _check_tokens(event)
     return batch
+
+
+def _check_tokens(event: BlockStored) -> None:
+    tokens, blocks = event.token_ids, len(event.block_hashes)
+    if len(tokens) != blocks * event.block_size:
+        raise ProtocolError(f"BlockStored has {len(tokens)} tokens for {blocks} blocks of {event.block_size}")
+    kinds = set(map(type, tokens))
+    flat: Any = tokens if kinds == {int} else chain.from_iterable(cast(Any, tokens)) if kinds == {tuple} else (-1,)
+    if min(flat) < 0:
+        raise ProtocolError("BlockStored has token_ids that are neither all ids nor all pairs of ids")
 
 
 def _decode_each(payload: bytes) -> Batch:
