@@ -33,6 +33,7 @@ from sglcache.units import Tier
 END_SEQ = b"\xff" * 8
 LIVE_HWM = 10_000  # messages that libzmq keeps for us while nobody calls `step`; beyond, there is a gap
 REPLAY_HWM = 64
+MAX_PATIENCE = 32  # times `replay_timeout_s` that a replay is given at last
 MAX_MESSAGE = 64 << 20  # bytes; libzmq ends the connection of who sends more
 TURN = 1000  # messages of one socket that a step takes at most
 
@@ -73,8 +74,9 @@ class Mirror:
                 ...
 
     For one thread. Without a replay endpoint every gap is a loss, and so is what came before the join. Bad frames are
-    counted and left out; a batch that can't be read is a loss. While a replay is not answered it is asked for again,
-    every `replay_timeout_s`, and the picture stands still (`synced` is False); what is kept meanwhile is bounded.
+    counted and left out; a batch that can't be read is a loss. A replay of which nothing comes for `replay_timeout_s`
+    is asked for again, and given twice as long each time, for a daemon may have others to answer first. Until it has
+    ended the picture stands still (`synced` is False), and what is kept of the live stream is bounded.
 
     `hash_name` (`xxh3_128` or `sha256`), or a function, computes block hashes where the stream withholds tokens.
     """
@@ -312,6 +314,7 @@ class _Stream:
         self._source = source
         self._curve = curve
         self._timeout_s = timeout_s
+        self._patience = 1
         self._deadline = math.inf
         self._sub = self._socket(zmq.SUB, LIVE_HWM, source.endpoint)
         self._sub.subscribe(source.topic)
@@ -337,6 +340,7 @@ class _Stream:
         if self._dealer is not None and self._dealer in ready:
             self._take_replay(self._dealer, facts)
         if self._dealer is not None and time.monotonic() > self._deadline:
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
             self.follower.lost_replay()
             self._serve_requests()
 
@@ -369,8 +373,9 @@ class _Stream:
             if len(frames) not in (3, 4) or len(frames[-2]) != 8:
                 self.follower.bad_message()
                 continue
-            self._deadline = time.monotonic() + self._timeout_s
+            self._deadline = time.monotonic() + self._timeout_s * self._patience
             if frames[-2] == END_SEQ:
+                self._patience = 1
                 facts += self.follower.end_replay()
                 self._serve_requests()
                 return
@@ -392,7 +397,7 @@ class _Stream:
         self._dealer = self._socket(zmq.DEALER, REPLAY_HWM, self._source.replay_endpoint)
         self._dealer.connect(self._source.replay_endpoint)
         self._dealer.send_multipart([b"", follower.asked_from.to_bytes(8, "big")], zmq.NOBLOCK)
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = time.monotonic() + self._timeout_s * self._patience
 
     def _socket(self, kind: int, hwm: int, endpoint: str) -> zmq.Socket[bytes]:
         sock = self._context.socket(kind)
