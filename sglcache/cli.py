@@ -308,7 +308,7 @@ def watch(
 def _event_lines(mirror: Mirror, medium: str | None) -> Iterator[str]:
     import msgspec
 
-    for seq, event in mirror.follow():
+    for seq, _, event in mirror.follow():
         fields = msgspec.to_builtins(event)
         if medium is None or fields.get("medium", "GPU") == medium or fields["type"] == "AllBlocksCleared":
             yield json.dumps({"seq": seq, **fields})

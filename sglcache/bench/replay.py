@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -36,9 +36,10 @@ import xxhash
 from sglcache.bench import trace as traces
 from sglcache.bench.pattern import Pattern, Shape
 from sglcache.client import Client, Lease
-from sglcache.client.mirror import Mirror
+from sglcache.client.mirror import Fact, Mirror
 from sglcache.errors import Busy, Changed, NoSpace, SglcacheError, Unavailable
 from sglcache.units import Tier
+from sglcache.wire.events import AllBlocksCleared
 
 CHUNK_TOKENS = 2048  # a prefill chunk: what is computed between two commits
 SHARED_UNIT = 512  # tokens; the grain at which a client remembers what it wrote itself
@@ -322,11 +323,10 @@ class Watcher(threading.Thread):
             self._count(mirror.step(left))
         return True
 
-    def _count(self, facts: list[tuple[int, Any]]) -> None:
-        for _, event in facts:
-            kind = type(event).__name__
-            self.counts[kind] += 1
-            if kind != "AllBlocksCleared":
+    def _count(self, facts: Iterable[Fact]) -> None:
+        for _, _, event in facts:
+            self.counts[type(event).__name__] += 1
+            if not isinstance(event, AllBlocksCleared):
                 self.counts["blocks"] += len(event.block_hashes)
 
 

@@ -1,7 +1,12 @@
-"""A router's picture of what one rank caches, kept from its event stream: the reference consumer.
+"""A router's picture of what a server's ranks cache, kept from their event streams: the reference consumer.
 
-`MirrorState` is the bookkeeping, without any I/O. `Mirror` feeds it from the two sockets: live batches, and a replay
-whenever numbers are missing, at the start from number 0. Loads neither torch nor the index.
+    with Mirror.from_server("http://127.0.0.1:30080") as mirror:
+        while True:
+            mirror.step(1.0)
+            mirror.longest_match(tokens)   # for each rank, how much of it is cached in each tier
+
+It is in four parts, and this one alone does I/O: `picture` holds the blocks, `state` the numbers, `follower` decides
+what to do about a gap, and here are the sockets. Loads neither torch nor numpy nor the index.
 
 What a mirror holds is, as of the number it has reached, exactly what the rank holds (`exact`), or part of it: a
 loss that nobody can repair empties the picture and lets it grow anew, for a block that is not known costs a router
@@ -12,131 +17,130 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import zmq
 
-from sglcache.errors import ClosedError, ProtocolError
+from sglcache.client.discovery import Source, discover
+from sglcache.client.follower import Fact, Follower
+from sglcache.client.hashes import named
+from sglcache.client.picture import Block, BlockHashes, Digest, Match, Tokens, medium
+from sglcache.client.state import MirrorState
+from sglcache.errors import BadRequest, ClosedError, ConfigError
 from sglcache.units import Tier
-from sglcache.wire.events import AllBlocksCleared, Batch, BlockStored, Event, Token, decode_batch, medium_of
 
 END_SEQ = b"\xff" * 8
-MAX_WAITING = 10_000  # live batches kept while a replay runs; beyond, they are replayed too
+LIVE_HWM = 10_000  # messages that libzmq keeps for us while nobody calls `step`; beyond, there is a gap
+REPLAY_HWM = 64
+MAX_PATIENCE = 32  # times `replay_timeout_s` that a replay is given at last
+MAX_MESSAGE = 64 << 20  # bytes; libzmq ends the connection of who sends more
+TURN = 1000  # messages of one socket that a step takes at most
 
 
-class Block(NamedTuple):
-    parent: int | None  # the parent block's hash; None: at the root
-    tokens: tuple[Token, ...]  # its own; empty where the daemon withholds them
-    lora_name: str | None
-    cache_salt: str | None
+class Curve(NamedTuple):
+    """CURVE: the server's public key, and our own pair; made up if the server admits everyone. Z85, 40 characters."""
+
+    server_key: str
+    public_key: str | None = None
+    secret_key: str | None = None
+
+    def apply(self, sock: zmq.Socket[bytes]) -> None:
+        """Make what the socket connects to prove that it is the server. ConfigError: that is no key."""
+        public, secret = (self.public_key, self.secret_key)
+        if public is None or secret is None:
+            public, secret = (key.decode() for key in zmq.curve_keypair())
+        try:
+            sock.curve_serverkey = self.server_key.encode()
+            sock.curve_publickey = public.encode()
+            sock.curve_secretkey = secret.encode()
+        except zmq.ZMQError as exc:
+            raise ConfigError("a CURVE key is not 40 characters of Z85") from exc
 
 
-class MirrorState:
-    """The blocks of each (rank, medium) after the batches applied so far, and the number that is next."""
+class Disagreement(NamedTuple):
+    """A tier of which teller and mirror do not have the same digest."""
 
-    def __init__(self) -> None:
-        self.next_seq: int | None = None  # None: nothing has been applied
-        self.exact = False  # since an AllBlocksCleared: nothing that came after it was lost
-        self.losses = 0  # gaps that were not repaired
-        self.stale_batches = 0  # live ones with a number that was there before
-        self._tiers: dict[tuple[int, str], dict[int, Block]] = {}
-
-    def blocks(self, tier: Tier | str, rank: int = 0) -> dict[int, Block]:
-        """By hash, the blocks in the tier (or medium), as a view: don't change it, and don't keep it."""
-        return self._tiers.get((rank, tier.medium if isinstance(tier, Tier) else tier), {})
-
-    def hashes(self, tier: Tier | str, rank: int = 0) -> set[int]:
-        """The hashes of the blocks in the tier (or medium)."""
-        return set(self.blocks(tier, rank))
-
-    def apply(self, seq: int, batch: Batch, replayed: bool = False) -> list[Event] | None:
-        """Take in batch `seq`; the facts that are news. None: numbers before it are missing, and nothing was changed.
-
-        A live batch whose number was there before is ignored. A replayed one is taken again, which changes nothing
-        unless it starts anew; and it is never refused, for nothing better will come: numbers missing before it were
-        heartbeats if it is one, and are a loss otherwise.
-        """
-        expected = self.next_seq
-        facts: list[Event] = []
-        if not replayed:
-            if expected is not None and seq < expected:
-                self.stale_batches += 1
-                return []
-            if seq != expected and not batch.starts_anew:
-                return None
-        elif (expected is None or seq > expected) and batch.events and not batch.starts_anew:
-            facts = self.lose(seq)
-        for event in batch.events:
-            self._apply(event, batch.attn_dp_rank or 0)
-        # A replay that starts anew may tell of another life, whose numbers need not be higher.
-        restarted = replayed and batch.starts_anew
-        self.next_seq = seq + 1 if expected is None or restarted else max(expected, seq + 1)
-        return facts + batch.events
-
-    def lose(self, seq: int) -> list[Event]:
-        """Give up on what comes before number `seq`, and all that is known with it. The facts that say so."""
-        self.losses += self.next_seq is not None
-        self.next_seq = seq
-        self.exact = False
-        self._tiers.clear()
-        return [AllBlocksCleared()]
-
-    def _apply(self, event: Event, rank: int) -> None:
-        if isinstance(event, AllBlocksCleared):
-            for key, blocks in self._tiers.items():
-                if key[0] == rank:
-                    blocks.clear()
-            self.exact = True
-            return
-        tier = self._tiers.setdefault((rank, medium_of(event)), {})
-        if isinstance(event, BlockStored):
-            parent, size = event.parent_block_hash, event.block_size
-            for place, block_hash in enumerate(event.block_hashes):
-                tokens = tuple(event.token_ids[place * size : (place + 1) * size])
-                tier[block_hash] = Block(parent, tokens, event.lora_name, event.cache_salt)
-                parent = block_hash
-        else:
-            for block_hash in event.block_hashes:
-                tier.pop(block_hash, None)
+    tier: str
+    told: Digest
+    mirrored: Digest
 
 
 class Mirror:
-    """One rank's stream, followed. Without a replay endpoint every gap is a loss, and so is what came before the join.
+    """One stream, followed; or, by `of` and `from_server`, those of several ranks.
 
         with Mirror("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657") as mirror:
-            for seq, event in mirror.follow():
+            for seq, rank, event in mirror.follow():
                 ...
 
-    For one thread. Bad frames are counted and left out; a batch that can't be read is a loss. While a replay is not
-    answered it is asked for again, every `replay_timeout_s`, and the picture stands still (`synced` is False).
+    For one thread. Without a replay endpoint every gap is a loss, and so is what came before the join. Bad frames are
+    counted and left out; a batch that can't be read is a loss. A replay of which nothing comes for `replay_timeout_s`
+    is asked for again, and given twice as long each time, for a daemon may have others to answer first. Until it has
+    ended the picture stands still (`synced` is False), and what is kept of the live stream is bounded.
+
+    `hash_name` (`xxh3_128` or `sha256`), or a function, computes block hashes where the stream withholds tokens.
     """
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str | None = None, *, topic: str = "", replay_timeout_s: float = 2.0
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        rank: int = 0,
+        replay_timeout_s: float = 2.0,
+        curve: Curve | None = None,
+        hash_name: str | BlockHashes | None = None,
     ) -> None:
-        self.state = MirrorState()
-        self.bad_messages = 0
-        self.batches = 0  # taken in, live and replayed ones
-        self.payload_bytes = 0  # of these
-        self.replays = 0  # asked for
-        self._replay_endpoint = replay_endpoint
-        self._replay_timeout_s = replay_timeout_s
-        self._waiting: deque[tuple[int, bytes]] = deque()  # live, until the replay's end
-        self._asked_from: int | None = None  # a replay is running since this number
-        self._asked_for: int | None = None  # the live batch that the last one was asked for
-        self._answered_anew = False  # what has come of it starts anew
-        self._deadline = 0.0
-        self._context = zmq.Context()
-        self._sub = self._context.socket(zmq.SUB)
-        self._sub.setsockopt(zmq.RCVHWM, 100_000)
-        self._sub.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._sub.subscribe(topic)
-        self._sub.connect(endpoint)
-        self._dealer: zmq.Socket[bytes] | None = None
-        if replay_endpoint is not None:
-            self._ask(0)
+        self._open([Source(endpoint, replay_endpoint, topic, rank)], replay_timeout_s, curve, hash_name)
+
+    @classmethod
+    def of(
+        cls,
+        sources: Sequence[Source],
+        *,
+        replay_timeout_s: float = 2.0,
+        curve: Curve | None = None,
+        hash_name: str | BlockHashes | None = None,
+    ) -> Mirror:
+        """Of several ranks' streams at once."""
+        mirror = cls.__new__(cls)
+        mirror._open(sources, replay_timeout_s, curve, hash_name)
+        return mirror
+
+    @classmethod
+    def from_server(
+        cls,
+        url: str,
+        *,
+        replay_timeout_s: float = 2.0,
+        curve: Curve | None = None,
+        hash_name: str | BlockHashes | None = None,
+    ) -> Mirror:
+        """Of every data-parallel rank of the server, as its /server_info advertises them.
+
+        Unavailable: it does not answer. ConfigError: it has no stream to follow.
+        """
+        server = discover(url)
+        return cls.of(
+            server.sources, replay_timeout_s=replay_timeout_s, curve=curve, hash_name=hash_name or server.hash_name
+        )
+
+    def _open(
+        self, sources: Sequence[Source], timeout_s: float, curve: Curve | None, hash_name: str | BlockHashes | None
+    ) -> None:
+        self._block_hashes = named(hash_name) if isinstance(hash_name, str) else hash_name
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._streams: dict[int, _Stream] = {}
+        try:
+            for source in sources:
+                if source.rank in self._streams:
+                    raise BadRequest(f"two streams of rank {source.rank}")
+                self._streams[source.rank] = _Stream(self._context, source, timeout_s, curve)
+        except BaseException:
+            self.close()
+            raise
+        self._first = next(iter(self._streams.values()))
 
     def __enter__(self) -> Mirror:
         return self
@@ -148,17 +152,106 @@ class Mirror:
         """Leave. What is known stays readable."""
         self._context.destroy(linger=0)
 
+    # -- what is known ----------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that are followed."""
+        return sorted(self._streams)
+
+    @property
+    def state(self) -> MirrorState:
+        """The first stream's; the only one's, mostly."""
+        return self._first.follower.state
+
+    def state_of(self, rank: int) -> MirrorState:
+        """BadRequest: that rank is not followed."""
+        return self._stream(rank).follower.state
+
     @property
     def synced(self) -> bool:
-        """No replay is running: the picture is that of `state.next_seq`."""
-        return self._asked_from is None
+        """No replay is running: each picture is that of its stream's `next_seq`."""
+        return all(stream.follower.synced for stream in self._streams.values())
+
+    @property
+    def exact(self) -> bool:
+        """Of every rank the picture is all that it holds, as of the number that was reached."""
+        return all(stream.follower.state.exact for stream in self._streams.values())
+
+    @property
+    def bad_messages(self) -> int:
+        return sum(stream.follower.bad_messages for stream in self._streams.values())
+
+    @property
+    def batches(self) -> int:
+        """Taken in, live and replayed ones."""
+        return sum(stream.follower.batches for stream in self._streams.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of these."""
+        return sum(stream.follower.payload_bytes for stream in self._streams.values())
+
+    @property
+    def replays(self) -> int:
+        """Asked for."""
+        return sum(stream.follower.requests for stream in self._streams.values())
+
+    @property
+    def losses(self) -> int:
+        """Gaps that were not repaired."""
+        return sum(stream.follower.state.losses for stream in self._streams.values())
+
+    def blocks(self, tier: Tier | str, rank: int = 0) -> Mapping[int, Block]:
+        """By hash, the blocks in the tier (or medium), as a view: don't keep it."""
+        return self.state_of(rank).blocks(tier)
 
     def hashes(self, tier: Tier | str, rank: int = 0) -> set[int]:
         """The hashes of the blocks in the tier (or medium)."""
-        return self.state.hashes(tier, rank)
+        return self.state_of(rank).hashes(tier)
 
-    def follow(self, timeout_s: float | None = None) -> Iterator[tuple[int, Event]]:
-        """Each fact with its number, as it is taken in. Ends when none has come for `timeout_s`.
+    def longest_match(
+        self,
+        tokens: Tokens,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        tier: Tier | str | None = None,
+    ) -> dict[int, Match]:
+        """For each rank how much of `tokens` it holds, over all tiers and in each; with `tier` in that one alone.
+
+        By tokens and parents, block for block, in the namespace that events call `lora_name` and `cache_salt`. Takes
+        as long as the match is, however much is cached. Where the stream withholds tokens: by hashes, computed for
+        the same namespace; ConfigError if the mirror was given no `hash_name`.
+        """
+        found: dict[int, Match] = {}
+        for rank, stream in self._streams.items():
+            match = stream.follower.state.picture.longest_match(
+                tokens, lora_name=lora_name, cache_salt=cache_salt, tier=tier, block_hashes=self._block_hashes
+            )
+            found[rank] = match.get(rank, Match(0, {}))
+        return found
+
+    def check_digest(self, seq: int, tiers: Mapping[str, Sequence[int]], rank: int = 0) -> list[Disagreement] | None:
+        """Hold the picture as of number `seq` against the digest that the daemon gives for it: [count, sum] by tier.
+
+        Where they differ; none if they agree. None: the picture of that number is not known: it is not reached, or
+        thousands of changes ago, or was not exact.
+        """
+        mirrored = self.state_of(rank).digests_at(seq)
+        if mirrored is None:
+            return None
+        empty = Digest(0, 0)
+        return [
+            Disagreement(tier, Digest(*told), ours)
+            for tier, told in tiers.items()
+            if (ours := mirrored.get(Tier[tier].medium, empty)) != tuple(told)
+        ]
+
+    # -- following --------------------------------------------------------------------------------------
+
+    def follow(self, timeout_s: float | None = None) -> Iterator[Fact]:
+        """Each fact with its number and rank, as it is taken in. Ends when none has come for `timeout_s`.
 
         Applied one after another to nothing they give `hashes`: a loss comes as an AllBlocksCleared.
         """
@@ -169,114 +262,151 @@ class Mirror:
             if facts and timeout_s is not None:
                 deadline = time.monotonic() + timeout_s
 
-    def catch_up(self, seq: int, timeout_s: float) -> bool:
-        """Follow until number `seq` is taken in and no replay is running; whether that was so in time."""
-        deadline = time.monotonic() + timeout_s
-        while not (self.synced and self.state.next_seq is not None and self.state.next_seq > seq):
-            if (left := deadline - time.monotonic()) <= 0:
-                return False
-            self.step(left)
-        return True
+    def catch_up(self, seq: int, timeout_s: float, rank: int | None = None, *, stop: bool = False) -> bool:
+        """Follow until that rank's number `seq` is taken in and no replay is running; whether that was so in time.
 
-    def step(self, timeout_s: float) -> list[tuple[int, Event]]:
+        `rank`: by default the first stream's. With `stop` what comes after `seq` on the live stream is left for the
+        next step, and the picture is that of `seq`, unless it was past it already.
+        """
+        stream = self._first if rank is None else self._stream(rank)
+        follower = stream.follower
+        deadline = time.monotonic() + timeout_s
+        stream.until = seq if stop else None
+        try:
+            while not (follower.synced and follower.state.next_seq is not None and follower.state.next_seq > seq):
+                if (left := deadline - time.monotonic()) <= 0:
+                    return False
+                self.step(left)
+            return True
+        finally:
+            stream.until = None
+
+    def step(self, timeout_s: float) -> list[Fact]:
         """Wait at most `timeout_s` for messages, and take in those that are there. ClosedError after `close`."""
         if self._context.closed:
             raise ClosedError("the mirror is closed")
-        facts: list[tuple[int, Event]] = []
         poller = zmq.Poller()
-        poller.register(self._sub, zmq.POLLIN)
-        if self._dealer is not None:
-            poller.register(self._dealer, zmq.POLLIN)
-            timeout_s = max(0.0, min(timeout_s, self._deadline - time.monotonic()))
-        ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
-        if self._sub in ready:
+        for stream in self._streams.values():
+            timeout_s = min(timeout_s, stream.register(poller))
+        ready = dict(poller.poll(math.ceil(max(0.0, timeout_s) * 1000)))
+        facts: list[Fact] = []
+        for stream in self._streams.values():
+            stream.step(ready, facts)
+        return facts
+
+    def _stream(self, rank: int) -> _Stream:
+        try:
+            return self._streams[rank]
+        except KeyError:
+            raise BadRequest(f"rank {rank} is not followed; these are: {self.ranks}") from None
+
+
+class _Stream:
+    """One rank's sockets: a subscription for as long as the mirror lives, and a new connection for each replay."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], source: Source, timeout_s: float, curve: Curve | None
+    ) -> None:
+        self.follower = Follower(rank=source.rank, can_ask=source.replay_endpoint is not None)
+        self.until: int | None = None  # leave live messages beyond this number where they are
+        self._held: tuple[int, bytes] | None = None  # the first of them
+        self._context = context
+        self._source = source
+        self._curve = curve
+        self._timeout_s = timeout_s
+        self._patience = 1
+        self._deadline = math.inf
+        self._sub = self._socket(zmq.SUB, LIVE_HWM, source.endpoint)
+        self._sub.subscribe(source.topic)
+        self._sub.connect(source.endpoint)
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._request = 0  # what the dealer was made for
+        self._serve_requests()
+
+    def register(self, poller: zmq.Poller) -> float:
+        """Have the poller look at our sockets; the seconds for which it may."""
+        if self._held is None:
+            poller.register(self._sub, zmq.POLLIN)
+        elif self.until is None:
+            return 0.0
+        if self._dealer is None:
+            return math.inf
+        poller.register(self._dealer, zmq.POLLIN)
+        return self._deadline - time.monotonic()
+
+    def step(self, ready: Mapping[object, int], facts: list[Fact]) -> None:
+        if self._sub in ready or (self._held is not None and self.until is None):
             self._take_live(facts)
         if self._dealer is not None and self._dealer in ready:
             self._take_replay(self._dealer, facts)
-        if self._asked_from is not None and time.monotonic() > self._deadline:
-            # It died on us. After a picture has started anew only all of it will do.
-            self._ask(0 if self._answered_anew else self._asked_from)
-        return facts
+        if self._dealer is not None and time.monotonic() > self._deadline:
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
+            self.follower.lost_replay()
+            self._serve_requests()
 
-    # -- live -----------------------------------------------------------------------------------------
-
-    def _take_live(self, facts: list[tuple[int, Event]]) -> None:
-        for _ in range(1000):
-            try:
-                frames = self._sub.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(frames) != 3 or len(frames[1]) != 8:
-                self.bad_messages += 1
-                continue
-            if len(self._waiting) == MAX_WAITING:
-                self._waiting.clear()
-            self._waiting.append((int.from_bytes(frames[1], "big"), frames[2]))
-        self._take_waiting(facts)
-
-    def _take_waiting(self, facts: list[tuple[int, Event]]) -> None:
-        while self._waiting and self._asked_from is None:
-            seq, payload = self._waiting[0]
-            if self._take(seq, payload, facts):
-                self._waiting.popleft()
-            elif self._replay_endpoint is None or self._asked_for == seq:
-                self._hand_on(seq, self.state.lose(seq), facts)  # they can't be had, or were asked for in vain
+    def _take_live(self, facts: list[Fact]) -> None:
+        for _ in range(TURN):
+            if self._held is not None:
+                (seq, payload), self._held = self._held, None
             else:
-                self._asked_for = seq
-                self._ask(self.state.next_seq or 0)
+                try:
+                    frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if len(frames) != 3 or len(frames[1]) != 8:
+                    self.follower.bad_message()
+                    continue
+                seq, payload = int.from_bytes(frames[1], "big"), frames[2]
+            if self.until is not None and seq > self.until:
+                self._held = seq, payload
+                break
+            facts += self.follower.live(seq, payload)
+        self._serve_requests()
 
-    def _take(self, seq: int, payload: bytes, facts: list[tuple[int, Event]], replayed: bool = False) -> bool:
-        """False: numbers before it are missing."""
-        try:
-            batch = decode_batch(payload)
-        except ProtocolError:
-            self.bad_messages += 1
-            if not replayed and self.state.next_seq is not None and seq < self.state.next_seq:
-                return True
-            self._hand_on(seq, self.state.lose(seq + 1), facts)
-            return True
-        news = self.state.apply(seq, batch, replayed)
-        if news is None:
-            return False
-        self.batches += 1
-        self.payload_bytes += len(payload)
-        self._answered_anew = self._answered_anew or batch.starts_anew
-        self._hand_on(seq, news, facts)
-        return True
-
-    @staticmethod
-    def _hand_on(seq: int, news: list[Event], facts: list[tuple[int, Event]]) -> None:
-        facts.extend((seq, event) for event in news)
-
-    # -- replay ---------------------------------------------------------------------------------------
-
-    def _ask(self, start: int) -> None:
-        """Ask for all from `start` on, on a new connection: what was asked on the last one is forgotten."""
-        assert self._replay_endpoint is not None
-        if self._dealer is not None:
-            self._dealer.close(linger=0)
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.RCVHWM, 1000)
-        self._dealer.setsockopt(zmq.IPV6, int("[" in self._replay_endpoint))
-        self._dealer.connect(self._replay_endpoint)
-        self._dealer.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
-        self.replays += 1
-        self._asked_from, self._answered_anew = start, False
-        self._deadline = time.monotonic() + self._replay_timeout_s
-
-    def _take_replay(self, dealer: zmq.Socket[bytes], facts: list[tuple[int, Event]]) -> None:
-        for _ in range(1000):
+    def _take_replay(self, dealer: zmq.Socket[bytes], facts: list[Fact]) -> None:
+        for _ in range(TURN):
             try:
                 frames = dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._deadline = time.monotonic() + self._replay_timeout_s
-            if len(frames) != 4 or len(frames[2]) != 8:
-                self.bad_messages += 1
-            elif frames[2] != END_SEQ:
-                self._take(int.from_bytes(frames[2], "big"), frames[3], facts, replayed=True)
-            else:
-                dealer.close(linger=0)
-                self._dealer = self._asked_from = None
-                self._take_waiting(facts)
+            # SGLang up to 0.5.21 leaves the topic out.
+            if len(frames) not in (3, 4) or len(frames[-2]) != 8:
+                self.follower.bad_message()
+                continue
+            self._deadline = time.monotonic() + self._timeout_s * self._patience
+            if frames[-2] == END_SEQ:
+                self._patience = 1
+                facts += self.follower.end_replay()
+                self._serve_requests()
                 return
+            facts += self.follower.replayed(int.from_bytes(frames[-2], "big"), frames[-1])
+
+    def _serve_requests(self) -> None:
+        """Ask, if the follower wants to; on a new connection, so that what was asked on the last one is forgotten."""
+        follower = self.follower
+        wanted = follower.requests if not follower.synced else 0
+        if wanted == self._request:
+            return
+        self._request = wanted
+        if self._dealer is not None:
+            self._dealer.close(linger=0)
+            self._dealer = None
+        if follower.asked_from is None:
+            return
+        assert self._source.replay_endpoint is not None
+        self._dealer = self._socket(zmq.DEALER, REPLAY_HWM, self._source.replay_endpoint)
+        self._dealer.connect(self._source.replay_endpoint)
+        self._dealer.send_multipart([b"", follower.asked_from.to_bytes(8, "big")], zmq.NOBLOCK)
+        self._deadline = time.monotonic() + self._timeout_s * self._patience
+
+    def _socket(self, kind: int, hwm: int, endpoint: str) -> zmq.Socket[bytes]:
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.RCVHWM, hwm)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        sock.setsockopt(zmq.IPV6, int("[" in endpoint))
+        if self._curve is not None:
+            self._curve.apply(sock)
+        return sock
+
+
+__all__ = ["Block", "Curve", "Digest", "Disagreement", "Fact", "Match", "Mirror", "MirrorState", "Source", "medium"]

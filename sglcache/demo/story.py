@@ -170,7 +170,7 @@ def _events(daemon: Daemon, observer: Client, router: Mirror) -> str:
     last = observer.dump("DEVICE").seq
     counts: Counter[str] = Counter()
     while router.state.next_seq is None or router.state.next_seq <= last or not router.synced:
-        for _, event in router.step(1.0):
+        for _, _, event in router.step(1.0):
             if isinstance(event, BlockStored | BlockRemoved):
                 sign = "+" if isinstance(event, BlockStored) else "-"
                 counts[f"{sign}{{}} {event.medium}"] += len(event.block_hashes)

@@ -1,13 +1,19 @@
-"""The event stream's batches, for whoever reads them: SGLang 0.5.21's tagged maps; what later versions add is skipped.
+"""The event stream's batches, for whoever reads them; what later versions add is skipped.
 
-A batch is the msgpack array [ts, events, rank]; each event is a map whose "type" is the class's name. The daemon
-packs the same bytes without these structs, because token ids must not become Python ints there. Encoding them
-(`encode_batch`) gives byte for byte what SGLang's encoder gives, and so what the daemon's packing is held against.
+A batch is the msgpack array [ts, events, rank]. An event is one of three forms, told apart event by event:
+
+* map (SGLang >= 0.5.21, vLLM): a map whose "type" is the class's name; options that are not set are left out;
+* superset: the same with options that are nil, because some reader requires the key;
+* array (SGLang <= 0.5.19): [name, fields...], and behind a salted store's fields the map {"cache_salt": ...}.
+
+The daemon packs the same bytes without these structs, because token ids must not become Python ints there. Encoding
+them (`encode_batch`) gives byte for byte SGLang's maps, and so what the daemon's packing is held against.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from itertools import chain
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -16,6 +22,7 @@ from sglcache.errors import ProtocolError
 from sglcache.units import MEDIA
 
 BlockHash: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+# What ids may be is checked by hand: msgspec 0.23 crashes on a constrained integer in a union with a tuple.
 Token: TypeAlias = int | tuple[int, int]  # a pair under EAGLE: one bigram is one logical token
 
 
@@ -64,6 +71,29 @@ class Batch(Struct, array_like=True, frozen=True, gc=False):
         return bool(self.events) and isinstance(self.events[0], AllBlocksCleared)
 
 
+class _ArrayStored(Struct, tag="BlockStored", array_like=True):
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[Token]
+    block_size: Annotated[int, Meta(ge=1)]
+    lora_id: int | None = None
+    medium: str | None = None
+    more: Any = None  # SGLang 0.5.19: {"cache_salt": str}; vLLM before its maps: lora_name
+
+
+class _ArrayRemoved(Struct, tag="BlockRemoved", array_like=True):
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+
+
+class _ArrayCleared(Struct, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class _Metadata(Struct):
+    cache_salt: str | None = None
+
+
 class _Envelope(Struct, array_like=True):
     ts: float
     events: list[msgspec.Raw]
@@ -74,12 +104,20 @@ class _Tag(Struct):
     type: str
 
 
+class _ArrayTag(Struct, array_like=True):
+    type: str
+
+
 # msgspec encoders and decoders hold no state between calls.
 encode_batch = msgspec.msgpack.Encoder().encode
 _decode_batch = msgspec.msgpack.Decoder(Batch).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
-_decode_event: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_decode_map: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_decode_array: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayCleared] = msgspec.msgpack.Decoder(
+    _ArrayStored | _ArrayRemoved | _ArrayCleared
+)
 _decode_tag = msgspec.msgpack.Decoder(_Tag).decode
+_decode_array_tag = msgspec.msgpack.Decoder(_ArrayTag).decode
 
 _KNOWN = {kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
@@ -90,25 +128,65 @@ def medium_of(event: BlockStored | BlockRemoved) -> str:
 
 
 def decode_batch(payload: bytes) -> Batch:
-    """The batch in `payload`; events of a type unknown here are left out. ProtocolError: it is not a batch."""
+    """The batch in `payload`, in any of the forms; events of a type unknown here are left out.
+
+    ProtocolError: it is not a batch.
+    """
     try:
-        batch = _decode_batch(payload)
+        batch = _decode_batch(payload)  # all maps, and all known
     except msgspec.ValidationError:
-        batch = _decode_known(payload)  # again, slowly: perhaps only an event type is new
+        batch = _decode_each(payload)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"{len(payload)} bytes that are not msgpack: {error}") from None
     for event in batch.events:
         if isinstance(event, BlockStored) and event.token_ids:
-            tokens, blocks = len(event.token_ids), len(event.block_hashes)
-            if tokens != blocks * event.block_size:
-                raise ProtocolError(f"BlockStored has {tokens} tokens for {blocks} blocks of {event.block_size}")
+            _check_tokens(event)
     return batch
 
 
-def _decode_known(payload: bytes) -> Batch:
+def _check_tokens(event: BlockStored) -> None:
+    tokens, blocks = event.token_ids, len(event.block_hashes)
+    if len(tokens) != blocks * event.block_size:
+        raise ProtocolError(f"BlockStored has {len(tokens)} tokens for {blocks} blocks of {event.block_size}")
+    kinds = set(map(type, tokens))
+    flat: Any = tokens if kinds == {int} else chain.from_iterable(cast(Any, tokens)) if kinds == {tuple} else (-1,)
+    if min(flat) < 0:
+        raise ProtocolError("BlockStored has token_ids that are neither all ids nor all pairs of ids")
+
+
+def _decode_each(payload: bytes) -> Batch:
+    """Event by event: they may be arrays, or of types that are new."""
     try:
         envelope = _decode_envelope(payload)
-        known = [raw for raw in envelope.events if _decode_tag(raw).type in _KNOWN]
-        return Batch(envelope.ts, [_decode_event.decode(raw) for raw in known], envelope.attn_dp_rank)
+        events = [event for raw in envelope.events if (event := _decode_event(raw)) is not None]
+        return Batch(envelope.ts, events, envelope.attn_dp_rank)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"not a batch of events: {error}") from None
+
+
+def _decode_event(raw: msgspec.Raw) -> Event | None:
+    first = memoryview(raw)[0]
+    if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):  # msgpack's arrays
+        return _from_array(_decode_array.decode(raw)) if _decode_array_tag(raw).type in _KNOWN else None
+    return _decode_map.decode(raw) if _decode_tag(raw).type in _KNOWN else None
+
+
+def _from_array(event: _ArrayStored | _ArrayRemoved | _ArrayCleared) -> Event:
+    if isinstance(event, _ArrayCleared):
+        return AllBlocksCleared()
+    if isinstance(event, _ArrayRemoved):
+        return BlockRemoved(event.block_hashes, event.medium)
+    if isinstance(event.more, str):
+        salt, lora = None, event.more
+    else:
+        salt, lora = msgspec.convert(event.more or {}, _Metadata).cache_salt, None
+    return BlockStored(
+        event.block_hashes,
+        event.parent_block_hash,
+        event.token_ids,
+        event.block_size,
+        event.lora_id,
+        event.medium,
+        cache_salt=salt,
+        lora_name=lora,
+    )

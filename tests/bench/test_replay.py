@@ -14,7 +14,7 @@ import pytest
 from sglcache.bench import replay, trace
 from sglcache.bench.replay import Report, Watcher
 from sglcache.client.client import Client, Dump
-from sglcache.client.mirror import Mirror, MirrorState
+from sglcache.client.mirror import Fact, Mirror, MirrorState
 from sglcache.errors import ConfigError
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared, Batch, BlockStored
@@ -34,12 +34,12 @@ class StillMirror:
         self.state = MirrorState()
         self.script = list(enumerate(batches))
 
-    def step(self, timeout_s: float) -> list[tuple[int, Any]]:
+    def step(self, timeout_s: float) -> list[Fact]:
         if not self.script:
             return []
         seq, events = self.script.pop(0)
         news = self.state.apply(seq, Batch(0.0, events, 0))
-        return [(seq, event) for event in news or []]
+        return [Fact(seq, 0, event) for event in news or []]
 
     def hashes(self, tier: Tier) -> set[int]:
         return self.state.hashes(tier)

@@ -116,6 +116,11 @@ def test_withheld_tokens_are_no_fault() -> None:
         batch_of({"type": "BlockRemoved", "block_hashes": [1 << 63]}),
         batch_of({"type": "BlockRemoved", "block_hashes": [b"hash"]}),
         batch_of({**STORED, "token_ids": [5, 6, 7]}),
+        batch_of({**STORED, "token_ids": [5, -6]}),
+        batch_of({**STORED, "token_ids": [5, -1 << 63]}),
+        batch_of({**STORED, "token_ids": [5, [5, 6]]}),
+        batch_of({**STORED, "token_ids": [[5, 6], [6, -7]]}),
+        batch_of({**STORED, "token_ids": [[5, 6], [6, 7, 8]]}),
         batch_of({**STORED, "block_size": 0}),
         batch_of({**STORED, "medium": 3}),
         batch_of({"type": "BlockWeighed"}, {"type": "BlockRemoved"}),
@@ -124,3 +129,66 @@ def test_withheld_tokens_are_no_fault() -> None:
 def test_anything_else_is_a_protocol_error(payload: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode_batch(payload)
+
+
+# -- the other forms ----------------------------------------------------------------------------------
+
+# What SGLang 0.5.17 and 0.5.19 encode for BATCH above, and 0.5.19 for a salted store alone.
+GOLDEN_ARRAY = bytes.fromhex(
+    "93cb3ff80000000000009397ab426c6f636b53746f7265649201fec0940506070802c0a347505593ac426c6f636b52656d6f766564910"
+    "3aa4350555f50494e4e454491b0416c6c426c6f636b73436c656172656400"
+)
+GOLDEN_SALTED = bytes.fromhex("98ab426c6f636b53746f7265649201fec0940506070802c0a347505581aa63616368655f73616c74a174")
+
+
+def test_sglangs_arrays_decode_to_the_same_structs() -> None:
+    assert decode_batch(GOLDEN_ARRAY) == BATCH
+
+
+def test_an_arrays_salt_is_behind_its_fields() -> None:
+    (event,) = decode_batch(batch_of(msgspec.Raw(GOLDEN_SALTED))).events
+    assert event == BlockStored([1, -2], None, [5, 6, 7, 8], 2, None, "GPU", cache_salt="t")
+
+
+@pytest.mark.parametrize("fields", [5, 6, 7])
+def test_an_array_may_stop_where_the_rest_has_defaults(fields: int) -> None:
+    array = ["BlockStored", [1], None, [5, 6], 2, None, "CPU_PINNED"][:fields]
+    (event,) = decode_batch(batch_of(array)).events
+    assert event == BlockStored([1], None, [5, 6], 2, None, "CPU_PINNED" if fields == 7 else None)
+    assert decode_batch(batch_of(["BlockRemoved", [1]])).events == [BlockRemoved([1])]
+
+
+def test_a_nil_option_is_no_option() -> None:
+    nils = {**STORED, "medium": "GPU", "cache_salt": None, "session_id": None, "lora_name": None}
+    assert decode_batch(batch_of(nils)).events == [BlockStored([1], None, [5, 6], 2, None, "GPU")]
+
+
+def test_one_batch_may_hold_every_form() -> None:
+    batch = decode_batch(batch_of(STORED, ["BlockRemoved", [1], "GPU"], ["BlockWeighed", 1], ["AllBlocksCleared"]))
+    assert batch.events == [BlockStored([1], None, [5, 6], 2, None), BlockRemoved([1], "GPU"), AllBlocksCleared()]
+
+
+def test_what_later_versions_add_to_an_array_is_left_out() -> None:
+    later = ["BlockStored", [1], None, [5, 6], 2, None, "GPU", None, "later", 7]
+    assert decode_batch(batch_of(later, ["AllBlocksCleared", 1])).events == [
+        BlockStored([1], None, [5, 6], 2, None, "GPU"),
+        AllBlocksCleared(),
+    ]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        [],
+        [7],
+        ["BlockStored", [1], None, [5, 6]],
+        ["BlockStored", [1], None, [5, 6, 7], 2, None, "GPU"],
+        ["BlockStored", [1], None, [5, 6], 2, None, "GPU", {"cache_salt": 7}],
+        ["BlockStored", [1], None, [5, 6], 2, None, "GPU", 7],
+        ["BlockRemoved"],
+        ["BlockRemoved", [b"hash"], "GPU"],
+    ],
+)
+def test_an_array_that_is_no_event_is_a_protocol_error(event: list[object]) -> None:
+    with pytest.raises(ProtocolError):
+        decode_batch(batch_of(event))

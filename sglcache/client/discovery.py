@@ -1,0 +1,96 @@
+"""Where a server's event streams are: asked of its GET /server_info, as every router does."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+from sglcache.errors import ConfigError, Unavailable
+
+MAX_INFO_BYTES = 16 << 20
+WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
+PortNumber = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Source(NamedTuple):
+    """One rank's stream."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    rank: int = 0
+
+
+class KvEvents(Struct):
+    """The block of /server_info, as SGLang gives it: rank r's ports are the bases plus r."""
+
+    endpoint_host: str
+    endpoint_port_base: PortNumber
+    block_size: Annotated[int, Meta(ge=1)]
+    dp_size: Annotated[int, Meta(ge=1, le=65535)]
+    topic: str = ""
+    publisher: str = "zmq"
+    replay_endpoint_port_base: PortNumber | None = None
+
+
+class Server(NamedTuple):
+    url: str
+    sources: list[Source]
+    block_size: int
+    hash_name: str | None  # of the block hashes, where the server says it
+    info: dict[str, Any]  # all that it said
+
+
+def base_url(text: str) -> str:
+    """`host:port`, `http://host:port` and `http://host:port/...` are one server."""
+    parts = urlsplit(text if "//" in text else f"http://{text}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{text!r} is no server's address; write http://HOST:PORT")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def get_json(url: str, timeout_s: float = 5.0) -> Any:
+    """What is there. Unavailable: nobody answers, or not with JSON. No proxy is asked, whatever the environment."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout_s) as answer:
+            return msgspec.json.decode(answer.read(MAX_INFO_BYTES))
+    except (OSError, ValueError) as exc:  # what urllib raises is an OSError, what it is given may be no URL
+        reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+        raise Unavailable(f"GET {url}: {reason}", url=url) from exc
+
+
+def discover(url: str, timeout_s: float = 5.0) -> Server:
+    """Ask the server. Unavailable: it does not answer; ConfigError: it publishes nothing that could be followed."""
+    url = base_url(url)
+    info = get_json(f"{url}/server_info", timeout_s)
+    block = info.get("kv_events") if isinstance(info, dict) else None
+    if block is None:
+        raise ConfigError(f"{url}/server_info has no kv_events: start the server with its event stream on, over tcp")
+    try:
+        told = msgspec.convert(block, KvEvents)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{url}/server_info: kv_events: {exc}") from exc
+    if told.endpoint_port_base + told.dp_size - 1 > 65535:
+        raise ConfigError(f"{url}/server_info: no port is left for rank {told.dp_size - 1}: {block}")
+    host = told.endpoint_host
+    if host in WILDCARDS:
+        host = urlsplit(url).hostname or host
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    replay = told.replay_endpoint_port_base
+    sources = [
+        Source(
+            f"tcp://{host}:{told.endpoint_port_base + rank}",
+            None if replay is None else f"tcp://{host}:{replay + rank}",
+            told.topic,
+            rank,
+        )
+        for rank in range(told.dp_size)
+    ]
+    hash_name = info.get("hash")
+    return Server(url, sources, told.block_size, hash_name if isinstance(hash_name, str) else None, info)

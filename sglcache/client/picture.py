@@ -1,0 +1,420 @@
+"""What a stream says is cached, by rank and tier, with the tokens and the parent of every block; packed; no I/O.
+
+A block is one `bytes`, its key: namespace, parent and tokens, so that no token is a Python int and nothing here is
+an object that the cycle collector walks. Three kinds of dict share the keys and the hashes:
+
+    tier of a rank:  hash ──► key          what is there, and what it is
+    rank:            key  ──► hash         the child of a parent with these tokens: a match walks down it
+
+A match goes by tokens and parents, never by what the hashes are made of, which is the engine's affair. Two hashes of
+one content are kept apart: each has its own presence. Where the stream withholds tokens a match computes the hashes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias
+
+from sglcache.errors import BadRequest, ConfigError
+from sglcache.units import Tier
+from sglcache.wire.events import AllBlocksCleared, BlockStored, Event, Token, medium_of
+
+Tokens: TypeAlias = Sequence[int] | bytes
+"""Token ids, or bytes that are packed uint32 little-endian already."""
+
+BlockHashes: TypeAlias = Callable[[bytes, int, str | None, str | None], Iterable[int]]
+"""(tokens packed as uint32, tokens per block, lora_name, cache_salt) to the hashes of the whole blocks, in order."""
+
+MASK = (1 << 64) - 1
+HEAD, PARENT = 4, 8  # bytes of a key's parts; the tokens are the rest
+HAS_PARENT, BIGRAMS = 1 << 31, 1 << 30  # in the head, above the namespace's number
+WIDE = b"\xff"  # before tokens that do not fit uint32 and take 8 bytes each: an odd length tells them
+
+
+class Block(NamedTuple):
+    """One block, unpacked."""
+
+    parent: int | None  # the parent block's hash; None: at the root
+    tokens: tuple[Token, ...]  # its own; empty where the daemon withholds them
+    lora_name: str | None
+    cache_salt: str | None
+
+
+class Digest(NamedTuple):
+    """A set of blocks in no order: how many, and the sum of their hashes mod 2^64."""
+
+    num_blocks: int
+    sum_hashes: int
+
+
+class Match(NamedTuple):
+    """How many of a request's tokens a rank holds, from the first on; always whole blocks."""
+
+    tokens: int  # each block in one tier or another
+    tiers: dict[str, int]  # by medium: each block in that tier; media with nothing are left out
+
+    def on(self, tier: Tier | str) -> int:
+        """In one tier alone."""
+        return self.tiers.get(medium(tier), 0)
+
+
+def medium(tier: Tier | str) -> str:
+    """The tier's word on the wire; a word is itself."""
+    return tier.medium if isinstance(tier, Tier) else tier
+
+
+class Picture:
+    """The blocks of every rank that one stream tells of."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that the stream has told of so far."""
+        return sorted(self._ranks)
+
+    def apply(self, event: Event, rank: int) -> None:
+        """Storing twice is storing once, removing the unknown is nothing, and a clear is of every tier of the rank."""
+        held = self._ranks.get(rank)
+        if held is None:
+            held = self._ranks[rank] = _Rank()
+        if isinstance(event, AllBlocksCleared):
+            self._ranks[rank] = _Rank()
+        elif isinstance(event, BlockStored):
+            held.store(event)
+        else:
+            held.remove(medium_of(event), event.block_hashes)
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._ranks.clear()
+
+    def blocks(self, tier: Tier | str, rank: int = 0) -> Mapping[int, Block]:
+        """By hash, the blocks in the tier (or medium): a view, each unpacked when it is asked for."""
+        return _View(self._ranks.get(rank), medium(tier))
+
+    def hashes(self, tier: Tier | str, rank: int = 0) -> set[int]:
+        """The hashes of the blocks in the tier (or medium)."""
+        held = self._ranks.get(rank)
+        return set(held.tiers.get(medium(tier), ())) if held is not None else set()
+
+    def digests(self, rank: int = 0) -> dict[str, Digest]:
+        """By medium, of those that were ever told of since the last clear. Costs nothing."""
+        held = self._ranks.get(rank)
+        return held.digests() if held is not None else {}
+
+    def block_size(self, rank: int = 0) -> int | None:
+        """Tokens per block, as last told."""
+        held = self._ranks.get(rank)
+        return held.block_size or None if held is not None else None
+
+    def longest_match(
+        self,
+        tokens: Tokens,
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        tier: Tier | str | None = None,
+        block_hashes: BlockHashes | None = None,
+    ) -> dict[int, Match]:
+        """For each rank how much of `tokens` it holds, over all tiers and in each; with `tier` in that one alone.
+
+        Takes as long as the match is, however much is cached. ConfigError: the stream withholds tokens, and
+        `block_hashes` is missing.
+        """
+        only = None if tier is None else medium(tier)
+        namespace = (lora_name or None, cache_salt or None)
+        ids = _ids(tokens)
+        return {rank: held.match(ids, namespace, only, block_hashes) for rank, held in sorted(self._ranks.items())}
+
+
+class _Rank:
+    """One rank's tiers, and the way from a parent and tokens to a hash."""
+
+    def __init__(self) -> None:
+        self.spaces = _Spaces()
+        self.tiers: dict[str, dict[int, bytes]] = {}
+        self.sums: dict[str, int] = {}
+        self.children: dict[bytes, int | tuple[int, ...]] = {}  # of keys with tokens; several hashes of one content
+        self.block_size = 0  # as last told; 0: not yet
+        self.bigrams = False
+        self.withheld = False
+
+    def digests(self) -> dict[str, Digest]:
+        return {name: Digest(len(held), self.sums[name]) for name, held in self.tiers.items()}
+
+    # -- what is there ----------------------------------------------------------------------------------
+
+    def store(self, event: BlockStored) -> None:
+        if not event.block_hashes:
+            return
+        name = medium_of(event)
+        tier = self.tiers.setdefault(name, {})
+        total = self.sums.get(name, 0)
+        space = self.spaces.number((event.lora_name or None, event.cache_salt or None))
+        self.block_size = event.block_size
+        self.withheld = not event.token_ids
+        if event.token_ids:
+            self.bigrams = not isinstance(event.token_ids[0], int)
+        flags = space | BIGRAMS if self.bigrams and event.token_ids else space
+        root, child = flags.to_bytes(HEAD, "big"), (flags | HAS_PARENT).to_bytes(HEAD, "big")
+        blocks = _pack(event.token_ids, event.block_size) if event.token_ids else [b""] * len(event.block_hashes)
+        parent = event.parent_block_hash
+        for block_hash, tokens in zip(event.block_hashes, blocks, strict=True):
+            if parent is None:
+                key = root + tokens
+            else:
+                key = child + parent.to_bytes(PARENT, "big", signed=True) + tokens
+            before = tier.get(block_hash)
+            if before is None:
+                total += block_hash
+            elif before != key:  # told anew, as something else
+                del tier[block_hash]
+                self._forget(block_hash, before)
+            if before != key:
+                block_hash, key = self._remember(block_hash, key)
+                tier[block_hash] = key
+                self.spaces.take(space)
+            parent = block_hash
+        self.sums[name] = total & MASK
+        self.spaces.give_up(space)
+
+    def remove(self, name: str, block_hashes: list[int]) -> None:
+        tier = self.tiers.get(name)
+        if tier is None:
+            return
+        total = self.sums[name]
+        for block_hash in block_hashes:
+            key = tier.pop(block_hash, None)
+            if key is not None:
+                total -= block_hash
+                self._forget(block_hash, key)
+        self.sums[name] = total & MASK
+
+    def _remember(self, block_hash: int, key: bytes) -> tuple[int, bytes]:
+        """Have `children` lead to the hash. The same two, as the objects that are there already."""
+        for tier in self.tiers.values():
+            same = tier.get(block_hash)
+            if same == key:
+                key = same
+                break
+        if not _tokens(key):
+            return block_hash, key
+        known = self.children.get(key)
+        if known is None:
+            self.children[key] = block_hash
+        elif isinstance(known, tuple):
+            if block_hash not in known:
+                self.children[key] = (*known, block_hash)
+        elif known == block_hash:
+            return known, key
+        else:
+            self.children[key] = (known, block_hash)
+        return block_hash, key
+
+    def _forget(self, block_hash: int, key: bytes) -> None:
+        """It has left a tier: unless it is in another, `children` leads there no more."""
+        self.spaces.give_up(_space(key))
+        if not _tokens(key) or any(tier.get(block_hash) == key for tier in self.tiers.values()):
+            return
+        known = self.children[key]
+        if isinstance(known, tuple):
+            left = tuple(each for each in known if each != block_hash)
+            self.children[key] = left if len(left) > 1 else left[0]
+        else:
+            del self.children[key]
+
+    def unpack(self, key: bytes) -> Block:
+        flags = int.from_bytes(key[:HEAD], "big")
+        parent = int.from_bytes(key[HEAD : HEAD + PARENT], "big", signed=True) if flags & HAS_PARENT else None
+        packed = _tokens(key)
+        ids = array("Q", packed[1:]) if len(packed) % 2 else array("I", packed)
+        tokens: tuple[Token, ...] = tuple(zip(ids[::2], ids[1::2], strict=True)) if flags & BIGRAMS else tuple(ids)
+        return Block(parent, tokens, *self.spaces.name(_space(key)))
+
+    # -- matching ---------------------------------------------------------------------------------------
+
+    def match(
+        self, ids: array[int], namespace: tuple[str | None, str | None], only: str | None, hashes: BlockHashes | None
+    ) -> Match:
+        tiers = [(name, held) for name, held in self.tiers.items() if held and only in (None, name)]
+        if not tiers:
+            return Match(0, {})
+        if self.withheld:
+            if hashes is None:
+                raise ConfigError(
+                    "the stream withholds tokens, so a match has to compute the hashes: give the mirror the daemon's "
+                    "hash (hash_name=), or have it publish with events.token_ids"
+                )
+            packed = ids.tobytes() if ids.typecode == "I" else b""  # ids past uint32 have no hash here
+            steps = self._by_hash(hashes(packed, self.block_size, *namespace), [held for _, held in tiers])
+        else:
+            space = self.spaces.find(namespace)
+            if space is None:
+                return Match(0, {})
+            steps = self._by_tokens(self._blocks_of(ids), space, [held for _, held in tiers])
+        blocks = 0
+        longest = [0] * len(tiers)
+        for blocks, mask in enumerate(steps, 1):
+            for place in range(len(tiers)):
+                if mask >> place & 1:
+                    longest[place] = blocks
+        size = self.block_size
+        return Match(
+            blocks * size, {name: count * size for (name, _), count in zip(tiers, longest, strict=True) if count}
+        )
+
+    @staticmethod
+    def _by_hash(hashes: Iterable[int], tiers: list[dict[int, bytes]]) -> Iterator[int]:
+        """Per block that is there, a mask of the tiers that have all blocks so far."""
+        mask = (1 << len(tiers)) - 1
+        for block_hash in hashes:
+            here = sum((block_hash in tier) << place for place, tier in enumerate(tiers))
+            if not here:
+                return
+            mask &= here
+            yield mask
+
+    def _by_tokens(self, blocks: Iterable[bytes], space: int, tiers: list[dict[int, bytes]]) -> Iterator[int]:
+        """The same. Where one content has several hashes, each is a way on, with its own mask."""
+        flags = space | BIGRAMS if self.bigrams else space
+        head, child = flags.to_bytes(HEAD, "big"), (flags | HAS_PARENT).to_bytes(HEAD, "big")
+        children = self.children
+        ways = [(head, (1 << len(tiers)) - 1)]
+        for tokens in blocks:
+            onward: list[tuple[bytes, int]] = []
+            reached = 0
+            for before, mask in ways:
+                key = before + tokens
+                known = children.get(key)
+                if known is None:
+                    continue
+                for block_hash in known if isinstance(known, tuple) else (known,):
+                    here = 0
+                    for place, tier in enumerate(tiers):
+                        if tier.get(block_hash) == key:
+                            here |= 1 << place
+                    if here:
+                        onward.append((child + block_hash.to_bytes(PARENT, "big", signed=True), mask & here))
+                        reached |= mask & here
+            if not onward:
+                return
+            yield reached
+            ways = onward
+
+    def _blocks_of(self, ids: array[int]) -> Iterator[bytes]:
+        """The whole blocks of a request, packed as keys have them."""
+        size = self.block_size
+        if self.bigrams:  # a unit is a token and the next one: a block needs the first token of the block after it
+            return (
+                _pack(list(zip(ids[at : at + size], ids[at + 1 : at + size + 1], strict=True)), size)[0]
+                for at in range(0, len(ids) - size, size)
+            )
+        if ids.typecode == "I":
+            packed, width = ids.tobytes(), 4 * size
+            return (packed[at : at + width] for at in range(0, len(packed) - width + 1, width))
+        return (_pack(ids[at : at + size], size)[0] for at in range(0, len(ids) - size + 1, size))
+
+
+class _Spaces:
+    """Namespaces as small numbers, forgotten when nothing has them any more: every conversation may have its own."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str | None, str | None], int] = {}
+        self._names: dict[int, tuple[str | None, str | None]] = {}
+        self._uses: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def find(self, name: tuple[str | None, str | None]) -> int | None:
+        return self._numbers.get(name)
+
+    def name(self, number: int) -> tuple[str | None, str | None]:
+        return self._names[number]
+
+    def number(self, name: tuple[str | None, str | None]) -> int:
+        """The namespace's number, with a use more."""
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._free.pop() if self._free else len(self._names)
+            self._numbers[name] = number
+            self._names[number] = name
+            self._uses[number] = 0
+        self.take(number)
+        return number
+
+    def take(self, number: int) -> None:
+        self._uses[number] += 1
+
+    def give_up(self, number: int) -> None:
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            del self._uses[number], self._numbers[self._names.pop(number)]
+            self._free.append(number)
+
+
+class _View(Mapping[int, Block]):
+    def __init__(self, rank: _Rank | None, name: str) -> None:
+        self._rank = rank
+        self._held: dict[int, bytes] = rank.tiers.get(name, {}) if rank is not None else {}
+
+    def __getitem__(self, block_hash: int) -> Block:
+        key = self._held[block_hash]
+        assert self._rank is not None
+        return self._rank.unpack(key)
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _space(key: bytes) -> int:
+    return int.from_bytes(key[:HEAD], "big") & (BIGRAMS - 1)
+
+
+def _tokens(key: bytes) -> bytes:
+    return key[HEAD + PARENT :] if key[0] & HAS_PARENT >> 24 else key[HEAD:]
+
+
+def _ids(tokens: Tokens) -> array[int]:
+    """An array of uint32, or where one does not fit of uint64. BadRequest: they are no token ids."""
+    try:
+        try:
+            return array("I", tokens)
+        except OverflowError:
+            return array("Q", tokens)
+    except (OverflowError, TypeError, ValueError) as exc:
+        raise BadRequest(f"tokens are ids from 0 on, or bytes that are packed uint32: {exc}") from None
+
+
+def _pack(tokens: Sequence[Token], size: int) -> list[bytes]:
+    """Whole blocks of `size` tokens: uint32 each, or two for a bigram; `WIDE` and uint64 where one does not fit."""
+    flat: Sequence[int]
+    if isinstance(tokens[0], int):
+        flat = tokens  # type: ignore[assignment]
+        words = size
+    else:
+        flat = list(chain.from_iterable(tokens))  # type: ignore[arg-type]
+        words = 2 * size
+    try:
+        packed = array("I", flat).tobytes()
+    except OverflowError:
+        return [_pack_wide(flat[at : at + words]) for at in range(0, len(flat), words)]
+    return [packed[at : at + 4 * words] for at in range(0, len(packed), 4 * words)]
+
+
+def _pack_wide(flat: Sequence[int]) -> bytes:
+    try:
+        return array("I", flat).tobytes()
+    except OverflowError:
+        return WIDE + array("Q", flat).tobytes()
