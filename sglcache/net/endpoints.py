@@ -1,7 +1,8 @@
 """Where a rank's sockets are: the rules for tcp:// and ipc:// endpoints, and binding to them.
 
 Every rank has the configured endpoint offset by its number, as routers dial it. An endpoint here always binds,
-whatever its host is. Nothing is resolved or touched before `bind`.
+whatever its host is. Nothing is resolved or touched before `bind`, and zmq is not loaded before it either: the
+supervisor, which only plans, does without.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import re
 import socket
 import stat
 from dataclasses import dataclass, replace
-from typing import TypeAlias
-
-import zmq
+from typing import TYPE_CHECKING, TypeAlias
 
 from sglcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    import zmq
 
 MAX_PORT = 65535
 MAX_IPC_PATH = 107  # bytes; what a sockaddr_un holds
@@ -115,6 +117,8 @@ def collide(one: Endpoint, other: Endpoint) -> bool:
 
 def bind(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> Endpoint:
     """Bind, and the endpoint as bound: with the system's port where 0 was asked for. ConfigError: it can't be bound."""
+    import zmq
+
     try:
         if isinstance(endpoint, Ipc):
             _refuse_to_take_over(endpoint)
