@@ -1,7 +1,8 @@
 """Where a rank's sockets are: the rules for tcp:// and ipc:// endpoints, and binding to them.
 
 Every rank has the configured endpoint offset by its number, as routers dial it. An endpoint here binds, whatever its
-host is, unless `dial` is asked for by name. Nothing is resolved or touched before that.
+host is, unless `dial` is asked for by name. Nothing is resolved or touched before that, and zmq is not loaded before
+it either: the supervisor, which only plans, does without.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import re
 import socket
 import stat
 from dataclasses import dataclass, replace
-from typing import TypeAlias
-
-import zmq
+from typing import TYPE_CHECKING, TypeAlias
 
 from sglcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    import zmq
 
 MAX_PORT = 65535
 MAX_IPC_PATH = 107  # bytes; what a sockaddr_un holds
@@ -92,19 +94,6 @@ def parse(text: str, key: str = "endpoint") -> Endpoint:
     raise ConfigError(f"{key}: {text!r} is neither tcp://host:port nor ipc://path", path=key)
 
 
-def rank_endpoints(
-    endpoint: str, replay_endpoint: str | None, rank: int, *, keys: tuple[str, str] = ("endpoint", "replay_endpoint")
-) -> tuple[Endpoint, Endpoint | None]:
-    """Rank `rank`'s live and replay endpoints. ConfigError: one is wrong, or they are one and the same."""
-    live = parse(endpoint, keys[0]).offset(rank, keys[0])
-    if replay_endpoint is None:
-        return live, None
-    replay = parse(replay_endpoint, keys[1]).offset(rank, keys[1])
-    if collide(live, replay):
-        raise ConfigError(f"{keys[1]}: {replay} is taken by {keys[0]}, {live}; give it a port of its own", path=keys[1])
-    return live, replay
-
-
 def is_local(endpoint: Endpoint) -> bool:
     """Whether only this host's processes can reach it, as far as its name tells."""
     if isinstance(endpoint, Ipc):
@@ -129,6 +118,8 @@ def collide(one: Endpoint, other: Endpoint) -> bool:
 
 def bind(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> Endpoint:
     """Bind, and the endpoint as bound: with the system's port where 0 was asked for. ConfigError: it can't be bound."""
+    import zmq
+
     try:
         if isinstance(endpoint, Ipc):
             _refuse_to_take_over(endpoint)

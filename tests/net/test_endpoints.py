@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from sglcache.errors import ConfigError
-from sglcache.net.endpoints import Ipc, Tcp, bind, collide, parse, rank_endpoints
+from sglcache.net.endpoints import Ipc, Tcp, bind, collide, is_local, parse
 
 
 @pytest.fixture
@@ -69,9 +69,10 @@ def test_what_is_none_is_refused_by_the_name_of_its_key(text: str) -> None:
 
 
 def test_a_rank_has_the_base_port_plus_its_number() -> None:
-    assert rank_endpoints("tcp://*:5557", "tcp://*:5657", 3) == (Tcp("*", 5560), Tcp("*", 5660))
-    assert rank_endpoints("tcp://*:0", "ipc:///run/replay", 3) == (Tcp("*", 0), Ipc("/run/replay-3"))
-    assert rank_endpoints("ipc:///run/events", None, 0) == (Ipc("/run/events"), None)
+    assert Tcp("*", 5557).offset(3) == Tcp("*", 5560)
+    assert Tcp("*", 0).offset(3) == Tcp("*", 0)
+    assert Ipc("/run/replay").offset(3) == Ipc("/run/replay-3")
+    assert Ipc("/run/events").offset(0) == Ipc("/run/events")
 
 
 def test_a_rank_beyond_the_last_port_is_refused() -> None:
@@ -82,9 +83,15 @@ def test_a_rank_beyond_the_last_port_is_refused() -> None:
         Ipc("/" + "x" * 105).offset(10)
 
 
+def test_who_can_be_reached_from_elsewhere() -> None:
+    for text in ("tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.5:1", "tcp://example.org:1"):
+        assert not is_local(parse(text))
+    for text in ("tcp://127.0.0.1:1", "tcp://127.8.8.8:1", "tcp://localhost:1", "tcp://[::1]:1", "ipc://x"):
+        assert is_local(parse(text))
+
+
 def test_live_and_replay_can_not_share_an_endpoint() -> None:
-    with pytest.raises(ConfigError, match=r"events\.replay_endpoint"):
-        rank_endpoints("tcp://*:1", "tcp://127.0.0.1:1", 0, keys=("events.endpoint", "events.replay_endpoint"))
+    assert collide(Tcp("*", 1), Tcp("127.0.0.1", 1))
     assert not collide(Tcp("*", 0), Tcp("*", 0))
     assert not collide(Tcp("127.0.0.1", 1), Tcp("127.0.0.2", 1))
     assert collide(Ipc("/run/x"), Ipc("/run/../run/x"))

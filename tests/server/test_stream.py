@@ -15,7 +15,7 @@ from sglcache import config as configuration
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
 from sglcache.errors import BadRequest, ConfigError
-from sglcache.server.stream import topic_of
+from sglcache.server.plan import kv_events, plan
 from sglcache.testing.daemon import Daemon, until
 
 END = b"\xff" * 8
@@ -144,7 +144,12 @@ def test_the_encoding_is_that_of_the_live_stream_of_replay_and_of_snapshots(tmp_
 
 
 def test_topics_name_host_model_and_rank() -> None:
-    made = configuration.parse({"model_name": "m", "events": {"topic": "{{kv}}@{model}@{rank}@{dp_rank}@{pp_rank}"}})
-    assert topic_of(made, 5, dp_size=2) == "{kv}@m@5@1@2"
+    events = {"topic": "{{kv}}@{model}@{rank}@{dp_rank}@{pp_rank}"}
+    made = configuration.parse({"model_name": "m", "events": events, "parallel": {"dp_size": 2, "pp_size": 3}})
+    seats = plan(made)
+    assert [seat.topic for seat in seats if seat.offset in (0, 5)] == ["{kv}@m@0@0@0", "{kv}@m@5@1@2"]
+    block = kv_events(seats, block_size=16, dp_size=2)
+    assert block is not None
+    assert block["topic"] == "{kv}@m@", "a prefix, as ZMQ subscribes, that is every rank's"
     with pytest.raises(ConfigError, match=r"events\.topic"):
         configuration.parse({"events": {"topic": "{pod}"}})
