@@ -816,20 +816,39 @@ class Index:
 
         They can be evicted once the copies are over, which is in a moment; every other lock is a runner's to let go.
         """
-        counts: dict[Node, int] = {}
+        counts: dict[Node, int] = {}  # of the nodes on their paths: how many copies end at it, and below it
+        below: dict[Node, int] = {}  # how many of its children have not been added to it
+        linked: set[Node] = set()
         for ticket in self.writes:
             node = ticket.end
-            while node is not None and node.parent is not None:
-                counts[node] = counts.get(node, 0) + 1
-                node = node.parent
+            assert node is not None
+            counts[node] = counts.get(node, 0) + 1
+            while node not in linked:
+                linked.add(node)
+                up = node.parent
+                assert up is not None
+                if up.parent is None:
+                    break
+                counts.setdefault(up, 0)
+                below[up] = below.get(up, 0) + 1
+                node = up
         lock = len(self.pools) + DEVICE
         matched = set(path)
         pages = 0
-        for node, count in counts.items():
+        ready = [node for node in counts if node not in below]
+        while ready:
+            node = ready.pop()
+            count = counts[node]
             if node.cells[lock] == count and node not in matched:
                 pages += len(node.cells[DEVICE]) // SLOT_BYTES
                 if node is partial:
                     pages -= at // self.page_bytes
+            up = node.parent
+            if up in below:
+                counts[up] += count
+                below[up] -= 1
+                if not below[up]:
+                    ready.append(up)
         return pages
 
     def _no_space(self, need: int, locked: int, remedy: str, promised: int = 0) -> NoSpace:

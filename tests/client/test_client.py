@@ -97,7 +97,10 @@ def test_tokens_come_in_many_forms(client: Client, kind: object) -> None:
         assert lease.tokens.tolist() == TOKENS
 
 
-@pytest.mark.parametrize("tokens", [[], [-1], [1 << 32], [1.5], ["a"], [[1]], b"\0\0\0", [None]])
+@pytest.mark.parametrize(
+    "tokens",
+    [[], [-1], [True], [*range(20), 1 << 32], [2**70], [1 << 32], [1.5], ["a"], [[1]], b"\0\0\0", [None]],
+)
 def test_what_is_no_tokens_is_refused(client: Client, tokens: object) -> None:
     with pytest.raises(BadRequest):
         client.acquire(tokens)  # type: ignore[arg-type]
@@ -149,11 +152,14 @@ def test_no_space_says_how_much_there_is_and_takes_nothing(daemon: Daemon, clien
 
 
 def test_what_is_cached_makes_room(client: Client) -> None:
-    for start in range(0, 100_000, 10_000):
-        with client.acquire(range(start, start + 4 * 100)) as lease:
+    """What is being written through can't be evicted yet, and is waited for."""
+    refused = client.status()["counters"]["refused"]
+    for start in range(0, 100_000, 5_000):
+        with client.acquire(range(start, start + 4 * 200)) as lease:
             lease.commit()
-        until(lambda: not client.status()["gauges"]["num_copies"])  # what is being written through can't be evicted
-    assert client.status()["counters"]["evicted_device_pages"] > 0
+    counters = client.status()["counters"]
+    assert counters["evicted_device_pages"] > 0
+    assert counters["refused"] == refused
 
 
 def test_commands_can_be_begun_and_waited_for_in_any_order(client: Client) -> None:
@@ -399,7 +405,15 @@ def test_the_socket_is_found_by_the_rule(daemon: Daemon, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("limit", -1), ("reserve", 1 << 31), ("priority", 1 << 70), ("lora", "x" * 257), ("cache_salt", "x" * 5000)],
+    [
+        ("limit", -1),
+        ("reserve", 1 << 31),
+        ("exact", -4),
+        ("room", 1.5),
+        ("priority", 1 << 70),
+        ("lora", "x" * 257),
+        ("cache_salt", "x" * 5000),
+    ],
 )
 def test_a_wrong_argument_is_refused_by_name_and_costs_nothing(client: Client, argument: str, value: object) -> None:
     with pytest.raises(BadRequest, match=argument):

@@ -208,6 +208,32 @@ def test_long_work_goes_on_by_itself_a_slice_a_turn(tmp_path: Path) -> None:
     in_a_world(tmp_path, test, num_pages=40, evict_slice=3)
 
 
+def test_the_loop_sleeps_while_who_waits_for_room_waits_for_a_copy(tmp_path: Path) -> None:
+    async def test(world: World) -> None:
+        world.commit(*range(PAGES))
+        world.owner.end_turn()
+        await turns()
+        world.take()
+        steps: list[bool] = []
+        step = world.index.step
+
+        def counted() -> bool:
+            steps.append(step())
+            return steps[-1]
+
+        world.index.step = counted  # type: ignore[method-assign]
+        assert world.index.acquire(world.session, 99, tokens(*range(100, 104))) is None
+        world.owner.end_turn()
+        await turns(50)
+        assert steps == [False]
+        assert world.take() == []
+        world.owner.copied(world.copies[0].ticket, True)
+        await turns()
+        assert world.take()[-2:] == ["Grant", "written"]
+
+    in_a_world(tmp_path, test, host_pages=4 * PAGES)
+
+
 def test_an_idle_stream_beats(tmp_path: Path) -> None:
     async def test(world: World) -> None:
         world.owner.cancel()
