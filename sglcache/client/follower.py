@@ -53,7 +53,7 @@ class Follower:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._last_live: int | None = None  # the last live number that arrived
-        self._newest_ts: float | None = None  # of what was taken in, a snapshot's own frames aside
+        self._newest_ts = 0.0  # of what was taken in; 0: its teller gives none
         self._asked_for: int | None = None  # the live number that the last request was made for
         self._bad_seq = -1  # the last number that could not be read
         self._to_mend = False  # because of it the picture is not all there: a snapshot would be
@@ -139,7 +139,7 @@ class Follower:
             if not behind:
                 self._lose(seq, facts)
             return True
-        if behind and fresh and self._newest_ts is not None and batch.ts > self._newest_ts:
+        if behind and fresh and batch.ts > self._newest_ts > 0:
             self._begin_life(facts)
         news = state.apply(seq, batch)
         if news is None:
@@ -152,8 +152,7 @@ class Follower:
             return  # it was there before
         self.batches += 1
         self.payload_bytes += len(payload)
-        if seq != self.state.snapshot and (self._newest_ts is None or batch.ts > self._newest_ts):
-            self._newest_ts = batch.ts
+        self._newest_ts = max(self._newest_ts, batch.ts)
         self._hand_on(seq, news, facts, batch.attn_dp_rank)
 
     def _hand_on(self, seq: int, news: Sequence[Event], facts: list[Fact], rank: int | None = None) -> None:
@@ -163,7 +162,8 @@ class Follower:
     def _begin_life(self, facts: list[Fact]) -> None:
         """The numbers went back: all that is known is of a life that is over."""
         self.restarts += 1
-        self._newest_ts = self._asked_for = None
+        self._newest_ts = 0.0
+        self._asked_for = None
         self._bad_seq = -1
         if (reached := self.state.next_seq) is not None:
             self._hand_on(reached, self.state.forget(), facts)

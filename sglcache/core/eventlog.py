@@ -168,6 +168,7 @@ class EventLog:
         self._withhold = format.withhold_tokens
         self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
         self.published: list[Publish] = []
+        self.num_full_cuts = 0  # that left nothing queued
         self.removals = 0  # queued; while there are any, no page may be handed on
         self._records: deque[_Stored | _Removed | None] = deque()  # None: all cleared
         self._packed: tuple[list[bytes], list[bytes], bytes, bytes] = ([], [], b"", b"")
@@ -282,6 +283,7 @@ class EventLog:
             self._add(ts, True, record.tier, digests, tokens, parent, record.extras)
         self._close_run()
         self._close_batch(ts, heartbeat=heartbeat)
+        self.num_full_cuts += 1
         return True
 
     def _pause(self, ts: float) -> bool:

@@ -714,6 +714,11 @@ class Index:
         """A reader of the stream has only part of what is cached until this is over."""
         return self._announcement is not None
 
+    @property
+    def announcement_waits(self) -> bool:
+        """For a cut of all that is queued, and for nothing else."""
+        return self._announcement is not None and self._announcement.waits
+
     def digest(self) -> dict[Tier, tuple[int, int]]:
         """By tier, what who has read all batches before `next_seq` must have: blocks, the sum of hashes mod 2**64."""
         if self.log is None:

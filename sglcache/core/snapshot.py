@@ -36,6 +36,15 @@ class Snapshot:
         self._walk = Walk(tree)
         self._told = b""  # the last digest told of a node that did not fit into a frame
         self._begun = False
+        self._full_cuts: int | None = None  # that there had been when the walk came to its end
+
+    @property
+    def waits(self) -> bool:
+        """All is told, and some of it may be in no batch yet: it is not over before all that was queued has been cut.
+
+        Else a reader would be ahead of the number that it has reached.
+        """
+        return self._full_cuts == self._log.num_full_cuts and self._log.pending
 
     def next(self) -> Frame | None:
         """The next frame, of one slice of work, maybe empty; None at the end."""
@@ -44,6 +53,10 @@ class Snapshot:
             self._begun = True
             building.clear()
         elif self._walk.peek() is None:
+            if self._full_cuts is None:
+                self._full_cuts = self._log.num_full_cuts
+            if self.waits:
+                return Frame([], 0, 0)
             self.close()
             return None
         budget = self._log.slice

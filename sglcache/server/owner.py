@@ -189,6 +189,13 @@ class Owner:
             self._cutting = self.loop.call_soon(self._cut)
         self.end_turn()
 
+    def hurry(self) -> None:
+        """Cut in the next turn, not when `max_delay_s` is over: someone waits for what is queued."""
+        if self._cutting is not None:
+            self._cutting.cancel()
+        if not self._closed:
+            self._cutting = self.loop.call_soon(self._cut)
+
     def announce(self) -> None:
         """Tell all that is cached anew, among the batches of what goes on, a frame a turn. BadRequest: no events."""
         if self.stream is None:
@@ -201,6 +208,8 @@ class Owner:
         self._announcing = None
         if self.index.announce_slice(self.clock()):
             self._announcing = self.loop.call_soon(self._announce_slice)
+            if self.index.announcement_waits:
+                self.hurry()
         self.end_turn()
 
     def _announce_again(self) -> None:

@@ -383,7 +383,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             )
         )
         if publisher is not None:
-            tell_all(publisher, index)
+            tell_all(publisher, index, lambda: owner.hurry())
         tiers = {Tier.DEVICE: device.shards, Tier.HOST: host.shards}
 
         def copied(ticket: TicketId, ok: bool, error: TransferError | None) -> None:

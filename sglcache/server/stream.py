@@ -62,17 +62,26 @@ def build_publisher(config: Config, seat: Seat) -> Publisher:
 class Telling:
     """A snapshot as the publisher takes it: a payload at a time, stamped when it is made."""
 
-    def __init__(self, snapshot: Snapshot, clock: Callable[[], float]) -> None:
+    def __init__(self, snapshot: Snapshot, clock: Callable[[], float], hurry: Callable[[], None]) -> None:
         self._snapshot = snapshot
         self._clock = clock
+        self._hurry = hurry
 
     def next(self) -> bytes | None:
-        return self._snapshot.payload(self._clock())
+        payload = self._snapshot.payload(self._clock())
+        if self._snapshot.waits:
+            self._hurry()
+        return payload
 
     def close(self) -> None:
         self._snapshot.close()
 
 
-def tell_all(publisher: Publisher, index: Index, clock: Callable[[], float] = time.time) -> None:
-    """Have the publisher answer with snapshots of `index` where its ring does not reach back."""
-    publisher.snapshot = lambda: Telling(index.snapshot(), clock)
+def tell_all(
+    publisher: Publisher, index: Index, hurry: Callable[[], None], clock: Callable[[], float] = time.time
+) -> None:
+    """Have the publisher answer with snapshots of `index` where its ring does not reach back.
+
+    `hurry` is called when one waits for a cut.
+    """
+    publisher.snapshot = lambda: Telling(index.snapshot(), clock, hurry)

@@ -5,10 +5,7 @@ A mutation replaces a line of a method's source; one whose line is no longer the
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +13,7 @@ import pytest
 from sglcache.core import eventlog, hashing, index, tree
 from sglcache.errors import NoSpace, UnknownLease
 from sglcache.testing.model import LeaseModel
+from sglcache.testing.planting import plant
 from sglcache.testing.programs import run
 from sglcache.testing.rig import Rig
 from sglcache.units import LeaseId
@@ -566,27 +564,6 @@ MUTATIONS = [
 ]
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
-    """Compile the method anew with the edit in it, in the module's own globals."""
-    original = getattr(edit.owner, edit.method)
-    get = isinstance(original, property)
-    if get:
-        original = original.fget
-    assert isinstance(original, FunctionType)
-    source = getattr(original, "mutated_source", None) or inspect.getsource(original)
-    assert source.count(edit.old) == 1, f"{edit.method}: {source.count(edit.old)} times {edit.old!r}"
-    source = source.replace(edit.old, edit.new)
-    scope: dict[str, Any] = {}
-    code = compile("from __future__ import annotations\n" + textwrap.dedent(source), f"<{edit.method}>", "exec")
-    exec(code, original.__globals__, scope)
-    mutated = scope[edit.method]
-    if get:
-        mutated.fget.mutated_source = source
-    else:
-        mutated.mutated_source = source
-    monkeypatch.setattr(edit.owner, edit.method, mutated)
-
-
 def caught(planted: Mutation) -> tuple[int, BaseException] | None:
     """The first program that notices, and how."""
     if planted.by is not None:
@@ -605,7 +582,7 @@ def caught(planted: Mutation) -> tuple[int, BaseException] | None:
 @pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
 def test_planted_bug_is_caught(planted: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     for edit in planted.edits:
-        plant(monkeypatch, edit)
+        plant(monkeypatch, *edit)
     found = caught(planted)
     assert found is not None, f"{NUM_PROGRAMS} programs did not notice that {planted.name}"
 
