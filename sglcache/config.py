@@ -15,13 +15,14 @@ import string
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from sglcache.errors import ConfigError
 
 MAX_PAGES = 2**31 - 1  # a slot is an int32
+MAX_RANKS = 4096
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -133,6 +134,74 @@ class HostConfig(Section):
     )
 
 
+class StageConfig(Section):
+    """`[[parallel.stages]]`: what one pipeline rank has otherwise than `[pool]` and `[host]` say."""
+
+    num_layers: int | None = Field(default=None, ge=1, le=4096, description="The model's layers of this stage.")
+    num_tokens: int | None = Field(default=None, ge=1, description="Tokens that its device pool holds.")
+    host_num_tokens: int | None = Field(
+        default=None, ge=0, description="Tokens that its host pool holds; 0: no host tier."
+    )
+
+
+class ParallelConfig(Section):
+    """`[parallel]`: the model's data-parallel replicas and pipeline stages, and which of them this host serves.
+
+    There is a rank for each (dp, pp); its offset, pp_rank * dp_size + dp_rank, is added to every port. Tensor-parallel
+    shards are no ranks: they are `pool.num_shards` of each.
+    """
+
+    dp_size: int = Field(default=1, ge=1, le=1024, description="Data-parallel replicas of the model, on all hosts.")
+    pp_size: int = Field(default=1, ge=1, le=1024, description="Pipeline stages of each replica, on all hosts.")
+    dp_ranks: list[int] | None = Field(
+        default=None, description="The replicas that this host serves, such as [0, 1]; by default all."
+    )
+    pp_ranks: list[int] | None = Field(
+        default=None, description="The stages that this host serves of each of them; by default all."
+    )
+    stages: list[StageConfig] = Field(
+        default=[], description="One for each pipeline rank, in order, where they differ; none: all are alike."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.dp_size * self.pp_size > MAX_RANKS:
+            raise ConfigError(
+                f"parallel.dp_size = {self.dp_size} times parallel.pp_size = {self.pp_size} makes "
+                f"{self.dp_size * self.pp_size} ranks; at most {MAX_RANKS} can be told apart by a port each",
+                path="parallel.dp_size",
+                value=self.dp_size,
+            )
+        for key, ranks, size in (("dp", self.dp_ranks, self.dp_size), ("pp", self.pp_ranks, self.pp_size)):
+            if ranks is None:
+                continue
+            outside = [rank for rank in ranks if not 0 <= rank < size]
+            if not ranks or outside or len(set(ranks)) < len(ranks):
+                wrong = (
+                    f"{outside[0]} is not in 0..{size - 1}" if outside else "one is there twice" if ranks else "none"
+                )
+                raise ConfigError(
+                    f"parallel.{key}_ranks = {ranks}: {wrong}; write some of 0..{size - 1} (parallel.{key}_size is "
+                    f"{size}), each once, or leave it out for all",
+                    path=f"parallel.{key}_ranks",
+                    value=ranks,
+                )
+        if self.stages and len(self.stages) != self.pp_size:
+            raise ConfigError(
+                f"parallel.stages: {len(self.stages)} of them, but parallel.pp_size = {self.pp_size}; "
+                "write one [[parallel.stages]] for each pipeline rank, in order, or none",
+                path="parallel.stages",
+                value=len(self.stages),
+            )
+        return self
+
+    def local(self) -> list[tuple[int, int]]:
+        """(dp_rank, pp_rank) of each rank that this host serves, by offset."""
+        replicas = sorted(self.dp_ranks if self.dp_ranks is not None else range(self.dp_size))
+        stages = sorted(self.pp_ranks if self.pp_ranks is not None else range(self.pp_size))
+        return [(dp_rank, pp_rank) for pp_rank in stages for dp_rank in replicas]
+
+
 class EventsConfig(Section):
     """`[events]`: the stream that tells routers what is cached where."""
 
@@ -223,19 +292,22 @@ class EventsConfig(Section):
 
 
 class HttpConfig(Section):
-    """`[http]`: GET /health, /server_info and /metrics."""
+    """`[http]`: GET /health, /server_info and /metrics, on one port for all ranks."""
 
-    enabled: bool = Field(default=True, description="false: no HTTP at all.")
+    enabled: bool = Field(
+        default=True, description="false: no port; the pages are then on a unix socket only, where the CLI asks."
+    )
     host: str = Field(default="127.0.0.1", min_length=1, description="The address to bind; 0.0.0.0 for every one.")
     port: Port = Field(default=30080, description="The port to bind; 0: the system's choice.")
 
 
 class ControlConfig(Section):
-    """`[control]`: the unix socket that model runners attach to."""
+    """`[control]`: the unix sockets that model runners attach to, one for each rank."""
 
     socket: FilePath | None = Field(
         default=None,
-        description="Its path; by default in $XDG_RUNTIME_DIR/sglcache/, else in a private folder of the user's.",
+        description="Rank 0's path, and with -1, -2, ... behind it the others'; by default rank-<offset>.sock in "
+        "$XDG_RUNTIME_DIR/sglcache/, else in a private folder of the user's.",
     )
     num_load_slots: int = Field(
         default=64, ge=1, le=65536, description="Loads from the host that may be on their way at a time."
@@ -243,7 +315,7 @@ class ControlConfig(Section):
 
 
 class StateConfig(Section):
-    """`[state]`: what must outlive the process. Only the stream's highest number is kept."""
+    """`[state]`: what must outlive the process. Only each rank's highest number on its stream is kept."""
 
     dir: FilePath | None = Field(
         default=None, description="Folder for it; by default $XDG_STATE_HOME/sglcache, else ~/.local/state/sglcache."
@@ -258,6 +330,7 @@ class Config(Section):
     )
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The device pool.")
     host: HostConfig = Field(default_factory=HostConfig, description="The host tier.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Replicas and stages.")
     events: EventsConfig = Field(default_factory=EventsConfig, description="The event stream.")
     http: HttpConfig = Field(default_factory=HttpConfig, description="HTTP.")
     control: ControlConfig = Field(default_factory=ControlConfig, description="The control socket.")
@@ -270,8 +343,36 @@ class Config(Section):
             return self.host.num_tokens // self.pool.page_size
         return int(self.pool.num_pages * self.host.pool_ratio)
 
+    def for_stage(self, pp_rank: int) -> Config:
+        """The configuration as the ranks of this pipeline stage have it: `[pool]` and `[host]` are the stage's own."""
+        if not self.parallel.stages:
+            return self
+        stage = self.parallel.stages[pp_rank]
+        pool = {name: value for name in ("num_layers", "num_tokens") if (value := getattr(stage, name)) is not None}
+        host = {"num_tokens": stage.host_num_tokens} if stage.host_num_tokens is not None else {}
+        try:
+            own = self.model_copy(
+                update={
+                    "parallel": self.parallel.model_copy(update={"stages": []}),
+                    "pool": PoolConfig(**{**self.pool.model_dump(), **pool}),
+                    "host": HostConfig(**{**self.host.model_dump(), **host}),
+                }
+            )
+            own._check_host()
+        except ConfigError as exc:
+            key = "host_num_tokens" if exc.path == "host.num_tokens" else "num_tokens"
+            path = f"parallel.stages.{pp_rank}.{key}"
+            raise ConfigError(f"{path}: {exc.message}", path=path, value=exc.value) from None
+        return own
+
     @model_validator(mode="after")
     def _check(self) -> Config:
+        self._check_host()
+        for pp_rank in range(len(self.parallel.stages)):
+            self.for_stage(pp_rank)
+        return self
+
+    def _check_host(self) -> None:
         if self.host_pages > MAX_PAGES:
             raise ConfigError(
                 f"host: {self.host_pages} pages are more than a slot number can name ({MAX_PAGES}); "
@@ -279,7 +380,6 @@ class Config(Section):
                 path="host.num_tokens" if self.host.num_tokens is not None else "host.pool_ratio",
                 value=self.host.num_tokens if self.host.num_tokens is not None else self.host.pool_ratio,
             )
-        return self
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -346,8 +446,10 @@ def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in data.items():
         yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+        tables = {"": value} if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        for number, table in dict(tables).items():
+            if isinstance(table, Mapping):
+                yield from _leaves(table, f"{prefix}{key}.{number}." if number != "" else f"{prefix}{key}.")
 
 
 def _dotted(problem: Any) -> str:
@@ -380,20 +482,29 @@ def keys() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in Config.model_fields.items():
         section = field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
-            found |= {f"{name}.{key}": inner.default for key, inner in section.model_fields.items()}
-        else:
+        if not (isinstance(section, type) and issubclass(section, Section)):
             found[name] = field.default
+            continue
+        for key, inner in section.model_fields.items():
+            found[f"{name}.{key}"] = inner.default
+            for table in get_args(inner.annotation):  # of a list of tables: those of one
+                if isinstance(table, type) and issubclass(table, Section):
+                    found |= {f"{name}.{key}.{own}": its.default for own, its in table.model_fields.items()}
     return found
 
 
+def _general(dotted: str) -> str:
+    """The key as `keys` has it: parallel.stages.num_layers for parallel.stages.3.num_layers."""
+    return ".".join(part for part in dotted.split(".") if not part.isdigit())
+
+
 def _default(dotted: str) -> str:
-    default = keys().get(dotted)
+    default = keys().get(_general(dotted))
     return "" if default is None else _show(default)
 
 
 def _suggest(dotted: str) -> str:
-    known = list(keys())
+    known, dotted = list(keys()), _general(dotted)
     same_name = [key for key in known if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
     nearest = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75) or same_name[:1]
     sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))

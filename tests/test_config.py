@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from sglcache.config import Config, Section, keys, load, parse, parse_override
+from sglcache.config import Config, Section, StageConfig, keys, load, parse, parse_override
 from sglcache.errors import ConfigError
 
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.toml"))
 
 
 def sections() -> list[type[Section]]:
-    found: list[type[Section]] = [Config]
+    found: list[type[Section]] = [Config, StageConfig]
     found += [
         field.annotation
         for field in Config.model_fields.values()
@@ -116,6 +116,20 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         ("events.endpoint=tcp://*:65536", "events.endpoint", "a port of 0 to 65535"),
         ("events.replay_endpoint=tcp://127.0.0.1:5557", "events.replay_endpoint", "a port of its own"),
         ("events.topic=7", "events.topic", "quote it: events.topic='\"7\"'"),
+        ("parallel.dp_size=0", "parallel.dp_size", "greater than or equal to 1"),
+        ("parallel.dp_ranks=[1]", "parallel.dp_ranks", "write some of 0..0"),
+        ("parallel.pp_ranks=[]", "parallel.pp_ranks", "leave it out for all"),
+        ("parallel.pp_ranks=[0, 0]", "parallel.pp_ranks", "twice"),
+        ("parallel.pp_ranks=[true]", "parallel.pp_ranks.0", "valid integer"),
+        ("parallel.stages=[{}, {}]", "parallel.stages", "parallel.pp_size = 1"),
+        ("parallel.stages=[{num_tokens = 3}]", "parallel.stages.0.num_tokens", "write 16 to"),
+        (
+            "parallel.stages=[{num_layer = 3}]",
+            "parallel.stages.0.num_layer",
+            "did you mean parallel.stages.num_layers?",
+        ),
+        ("parallel.stages=[{num_layers = 0}]", "parallel.stages.0.num_layers", "greater than or equal to 1"),
+        ("parallel.stages=[{host_num_tokens = 99999999999999}]", "parallel.stages.0.host_num_tokens", "lower host"),
         ("http.port=70000", "http.port", "less than or equal to 65535"),
         ("control.socket=3", "control.socket", "path"),
     ],
@@ -159,6 +173,52 @@ def test_the_host_tier_is_off_at_zero_and_a_size_in_tokens_wins_over_the_ratio()
     assert load(None, ["host.pool_ratio=0"]).host_pages == 0
     assert load(None, ["host.num_tokens=0"]).host_pages == 0
     assert load(None, ["host.num_tokens=100", "pool.page_size=16"]).host_pages == 6
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="10000 ranks; at most 4096"):
+        load(None, ["parallel.dp_size=100", "parallel.pp_size=100"])
+
+
+def test_a_host_serves_all_ranks_or_those_that_it_names() -> None:
+    four = ["parallel.dp_size=2", "parallel.pp_size=2"]
+    assert load().parallel.local() == [(0, 0)]
+    assert load(None, four).parallel.local() == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert load(None, [*four, "parallel.pp_ranks=[1]"]).parallel.local() == [(0, 1), (1, 1)]
+    assert load(None, [*four, "parallel.dp_ranks=[1]", "parallel.pp_ranks=[1, 0]"]).parallel.local() == [(1, 0), (1, 1)]
+
+
+def test_a_stage_differs_in_what_it_says_and_in_nothing_else() -> None:
+    stages = "parallel.stages=[{num_layers = 3}, {num_tokens = 320, host_num_tokens = 64}, {}]"
+    config = load(None, ["parallel.pp_size=3", stages, "host.pool_ratio=0.5", "pool.num_tokens=160"])
+    first, second, third = (config.for_stage(pp_rank) for pp_rank in range(3))
+    assert (first.pool.num_layers, first.pool.num_pages, first.host_pages) == (3, 10, 5)
+    assert (second.pool.num_layers, second.pool.num_pages, second.host_pages) == (2, 20, 4)
+    assert (third.pool, third.host) == (config.pool, config.host)
+    assert {stage.events for stage in (first, second, third)} == {config.events}
+    assert load().for_stage(0) == load()
+
+
+def test_the_example_of_four_ranks_has_the_sizes_that_it_says() -> None:
+    config = load(next(path for path in CONFIGS if path.name == "dp2-pp2.toml"))
+    assert len(config.parallel.local()) == 4
+    sizes = []
+    for _, pp_rank in config.parallel.local():
+        pool = config.for_stage(pp_rank).pool
+        token_bytes = 2 * pool.num_layers * pool.num_kv_heads * pool.head_dim * 2
+        sizes.append(
+            (pool.num_tokens * token_bytes, config.for_stage(pp_rank).host_pages * pool.page_size * token_bytes)
+        )
+    assert sizes == [(1 << 30, 2 << 30), (1 << 30, 2 << 30), (768 << 20, 1536 << 20), (768 << 20, 1536 << 20)]
+    assert sum(map(sum, sizes)) == 10.5 * (1 << 30)
+
+
+def test_a_value_in_a_table_of_a_file_is_told_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[parallel]\npp_size = 2\n[[parallel.stages]]\n[[parallel.stages]]\nnum_tokens = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert caught.value.message.startswith(f"parallel.stages.1.num_tokens = 0 ({file}): must be greater")
 
 
 def test_a_config_cannot_be_changed() -> None:
