@@ -1,8 +1,8 @@
 """The command line. Commands are glue: the work is in the packages, which are imported when a command runs.
 
 Exit codes: 0 it is as it should be; 1 a check failed or the daemon refused; 2 wrong usage or configuration; 69 the
-daemon can't be reached (sysexits' EX_UNAVAILABLE); 130 interrupted. An error is one line on stderr,
-`error[code]: message`; output is for pipes wherever it is JSON.
+daemon can't be reached (sysexits' EX_UNAVAILABLE); 70 a rank of `serve` failed (EX_SOFTWARE); 130 interrupted. An error
+is one line on stderr, `error[code]: message`; output is for pipes wherever it is JSON.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from sglcache.errors import BadRequest, Busy, ConfigError, SglcacheError, Unavailable
+from sglcache.errors import BadRequest, Busy, ConfigError, SglcacheError, StartError, Unavailable
 
 if TYPE_CHECKING:
     from sglcache.client import Client
     from sglcache.client.mirror import Mirror
 
 SUBSCRIBER_DEFAULT = "tcp://127.0.0.1:5557"  # of scripts/subscribe.py
-EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERRUPTED = 1, 2, 69, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_SOFTWARE, EXIT_INTERRUPTED = 1, 2, 69, 70, 130
 
 
 class Lazy(click.Group):
@@ -64,12 +64,71 @@ socket_option = click.option(
     "--socket",
     type=click.Path(path_type=Path),
     envvar="SGLCACHE_SOCKET",
-    help="The daemon's control socket; by default where `sglcache serve` of this user puts it.",
+    help="The control socket of the daemon's rank 0; by default where `sglcache serve` of this user puts it.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, for programs.")
 
 
-def _observer(socket: Path | None) -> Client:
+def rank_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(
+        "--rank",
+        metavar="N|DP,PP",
+        help=f"A rank by its offset (pp_rank * dp_size + dp_rank), or as dp_rank,pp_rank; by default {default}.",
+    )
+
+
+class Target(NamedTuple):
+    """A rank to talk to."""
+
+    offset: int | None  # None: there is no supervisor to say
+    socket: Path
+    row: dict[str, Any]  # what the supervisor says of it
+    is_one_of: int  # so many
+
+
+def _targets(socket: Path | None, rank: str | None) -> list[Target]:
+    """The ranks that this host has, or the one that was asked for. BadRequest: there is no such."""
+    from sglcache import paths, ranks
+
+    found = ranks.daemons(socket)
+    rows = sorted((row for daemon in found for row in daemon["ranks"]), key=lambda row: int(row["rank"]))
+    there = [Target(row["rank"], Path(row["socket"]), row, len(rows)) for row in rows]
+    if rank is None:
+        # A socket that belongs to no supervisor's first rank is a rank's own.
+        return there or [Target(None, socket or paths.socket_path(), {}, 1)]
+    dp_rank, comma, pp_rank = rank.partition(",")
+    if not all(part.isascii() and part.isdigit() for part in (dp_rank, *([pp_rank] if comma else []))):
+        raise BadRequest(f"--rank {rank}: write an offset, such as 3, or dp_rank,pp_rank, such as 1,0")
+    if not there:
+        if comma:
+            raise Unavailable(f"--rank {rank}: no daemon is there to say which offset that is")
+        path = paths.beside(socket, int(rank)) if socket is not None else paths.socket_path(int(rank))
+        return [Target(int(rank), path, {}, 1)]
+    if comma:
+        wanted = [it for it in there if (it.row["dp_rank"], it.row["pp_rank"]) == (int(dp_rank), int(pp_rank))]
+    else:
+        wanted = [it for it in there if it.offset == int(rank)]
+    if not wanted:
+        here = ", ".join(f"{row['rank']} ({row['dp_rank']},{row['pp_rank']})" for row in rows)
+        raise BadRequest(f"--rank {rank}: this host has the ranks {here}")
+    return wanted[:1]
+
+
+def _each(targets: list[Target], work: Callable[[Target], None]) -> int:
+    """Do it with every rank, whatever becomes of the others; the first failure's exit code."""
+    code = 0
+    for target in targets:
+        try:
+            work(target)
+        except SglcacheError as exc:
+            if len(targets) == 1:
+                raise
+            click.echo(f"error[{exc.code}]: rank {target.offset}: {exc.message}", err=True)
+            code = code or _exit_code(exc)
+    return code
+
+
+def _observer(socket: Path) -> Client:
     from sglcache.client import Client
 
     return Client(socket, role="observer", name="sglcache")
@@ -96,11 +155,14 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 @click.option("--check", is_flag=True, help="Only check the configuration, and print it as JSON.")
 @click.option("--verbose", "-v", count=True, help="Log who comes and goes; twice, to debug.")
 def serve(file: Path | None, overrides: tuple[str, ...], check: bool, verbose: int) -> int:
-    """Run the daemon. SIGTERM or Ctrl-C drains and exits 0; a second one exits at once."""
+    """Run the daemon: every rank of this host. SIGTERM or Ctrl-C drains and exits 0; a second one exits at once."""
     from sglcache import config
 
     settings = config.load(file, overrides)
     if check:
+        from sglcache.server.plan import plan
+
+        plan(settings)
         click.echo(settings.model_dump_json(indent=2))
         return 0
     import logging
@@ -109,53 +171,71 @@ def serve(file: Path | None, overrides: tuple[str, ...], check: bool, verbose: i
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     started = time.perf_counter()
-    from sglcache.server import rank
+    from sglcache.server import supervisor
 
-    def ready(served: rank.Rank) -> None:
-        click.echo(_first_screen(served.status(), time.perf_counter() - started))
+    def ready(info: dict[str, Any]) -> None:
+        click.echo(_first_screen(info, time.perf_counter() - started))
         sys.stdout.flush()
 
-    code = rank.run(settings, ready)
+    code = supervisor.run(settings, ready)
     click.echo("drained and stopped" if code == 0 else f"stopped with {code}")
     return code
 
 
-def _first_screen(facts: dict[str, Any], start_s: float) -> str:
+def _first_screen(info: dict[str, Any], start_s: float) -> str:
     """Where everything is, how big it is, and what to do next."""
-    stream, geometry = facts["stream"], facts["geometry"]
+    ranks = info["ranks"]
+    several = f": {len(ranks)} ranks of {info['dp_size']} replicas, {info['pp_size']} stages each"
+    http = "off" if info["http"] is None else f"{info['http']}/health /server_info /metrics"
+    if len(ranks) == 1:
+        rank = ranks[0]
+        stream, sizes = rank["stream"], _sizes(rank["geometry"])
+        lines = [
+            ("control", rank["socket"]),
+            ("events", "off" if stream is None else f"{stream['endpoint']} (numbers from {rank['epoch']})"),
+            ("replay", "off" if stream is None else stream["replay_endpoint"]),
+            ("http", http),
+            ("device", sizes["device"]),
+            ("host", sizes.get("host", "off")),
+        ]
+    else:
+        lines = [("http", http)]
+        for rank in ranks:
+            stream, sizes = rank["stream"], _sizes(rank["geometry"])
+            lines += [
+                (f"rank {rank['rank']}", f"dp {rank['dp_rank']}, pp {rank['pp_rank']}: {rank['socket']}"),
+                ("", "events off" if stream is None else f"{stream['endpoint']}, replay {stream['replay_endpoint']}"),
+                *(("", f"{tier} {size}") for tier, size in sizes.items()),
+            ]
+    told = "\n".join(f"  {label:<8} {text}" for label, text in lines)
+    tries = "\n".join(f"  {command}" for command in _things_to_try(ranks[0]))
+    return (
+        f"sglcache {info['version']} is ready (in {start_s:.1f} s){several if len(ranks) > 1 else ''}\n{told}\n"
+        f"\nTry it, in another terminal:\n{tries}\n\nCtrl-C drains and stops it."
+    )
+
+
+def _sizes(geometry: dict[str, Any]) -> dict[str, str]:
+    """How big the pools of each tier are that there is."""
     shard_page_bytes = _page_bytes(geometry)
-    sizes = {
+    return {
         tier: f"{pages:,} pages of {geometry['page_size']} tokens: {pages * geometry['page_size']:,} tokens, "
         f"{_bytes(pages * shard_page_bytes * geometry['num_shards'])}, taken as it is written"
         for tier, pages in (("device", geometry["num_pages"]), ("host", geometry["host_pages"]))
         if pages
     }
-    lines = [
-        ("control", facts["socket"]),
-        ("events", "off" if stream is None else f"{stream['endpoint']} (numbers from {facts['epoch']})"),
-        ("replay", "off" if stream is None else stream["replay_endpoint"]),
-        ("http", "off" if facts["http"] is None else f"{facts['http']}/health /server_info /metrics"),
-        ("device", sizes["device"]),
-        ("host", sizes.get("host", "off")),
-    ]
-    told = "\n".join(f"  {label:<8} {text}" for label, text in lines)
-    tries = "\n".join(f"  {command}" for command in _things_to_try(facts))
-    return (
-        f"sglcache {facts['version']} is ready (in {start_s:.1f} s)\n{told}\n"
-        f"\nTry it, in another terminal:\n{tries}\n\nCtrl-C drains and stops it."
-    )
 
 
-def _things_to_try(facts: dict[str, Any]) -> list[str]:
+def _things_to_try(rank: dict[str, Any]) -> list[str]:
     """Commands that work as they stand, from the folder that this one was called from."""
     from sglcache import paths
 
     program = os.path.relpath(sys.argv[0]) if os.sep in sys.argv[0] else "sglcache"
     if program.endswith("__main__.py"):
         program = f"{os.path.relpath(sys.executable)} -m sglcache"
-    where = "" if facts["socket"] == str(paths.socket_path()) else f" --socket {facts['socket']}"
+    where = "" if rank["socket"] == str(paths.socket_path(rank["rank"])) else f" --socket {rank['socket']}"
     commands = [f"{program} replay --verify{where}", f"{program} status{where}"]
-    if (stream := facts["stream"]) is not None:
+    if (stream := rank["stream"]) is not None:
         subscriber = f"{program} watch{where}"
         if Path("scripts/subscribe.py").exists():
             subscriber = f"{os.path.relpath(sys.executable)} scripts/subscribe.py"
@@ -182,28 +262,40 @@ def _bytes(count: float) -> str:
 
 @cli.command()
 @socket_option
-def ping(socket: Path | None) -> int:
+@rank_option("all")
+def ping(socket: Path | None, rank: str | None) -> int:
     """Ask the daemon for a sign of life; prints how long the answer took."""
     import time
 
-    with _observer(socket) as client:
-        started = time.perf_counter()
-        client.ping()
-        micros = (time.perf_counter() - started) * 1e6
-    click.echo(f"ok: {micros:.0f} µs")
-    return 0
+    def work(target: Target) -> None:
+        with _observer(target.socket) as client:
+            started = time.perf_counter()
+            client.ping()
+            micros = (time.perf_counter() - started) * 1e6
+        click.echo(f"{_label(target)}ok: {micros:.0f} µs")
+
+    return _each(_targets(socket, rank), work)
+
+
+def _label(target: Target) -> str:
+    return f"rank {target.offset}: " if target.is_one_of > 1 else ""
 
 
 @cli.command()
 @socket_option
+@rank_option("all, in a table")
 @json_option
 @click.option("--prove/--no-prove", default=True, help="Check every page's place, slot by slot.  [default: prove]")
-def status(socket: Path | None, as_json: bool, prove: bool) -> int:
+def status(socket: Path | None, rank: str | None, as_json: bool, prove: bool) -> int:
     """What the daemon holds, for whom, and whether its books are right.
 
-    Exits 1 if the proof finds a violation, or if commands kept overtaking it.
+    Exits 1 if a rank does not serve, if the proof finds a violation, or if commands kept overtaking it.
     """
-    with _observer(socket) as client:
+    targets = _targets(socket, rank)
+    alone = targets[0] if len(targets) == 1 and targets[0].row.get("state", "ok") in ("ok", "draining") else None
+    if alone is None:
+        return _status_of_several(targets, as_json, prove)
+    with _observer(alone.socket) as client:
         facts = client.status(prove=prove)
     if as_json:
         click.echo(json.dumps(facts, indent=2))
@@ -212,6 +304,64 @@ def status(socket: Path | None, as_json: bool, prove: bool) -> int:
     if prove and "violations" not in facts:
         click.echo("proof     not taken: commands kept overtaking it; ask again when it is quieter", err=True)
     return proof_status(facts, prove)
+
+
+def _status_of_several(targets: list[Target], as_json: bool, prove: bool) -> int:
+    rows = []
+    for target in targets:
+        row = dict(target.row)
+        if row["state"] in ("ok", "draining"):  # one that hangs does not answer
+            try:
+                with _observer(target.socket) as client:
+                    row |= client.status(prove=prove)
+            except Unavailable as exc:
+                row |= {"state": "unreachable", "why": exc.message}
+        rows.append(row)
+    if as_json:
+        click.echo(json.dumps({"ranks": rows}, indent=2))
+    else:
+        _show_ranks(rows)
+    return EXIT_FAILED if any(row["state"] != "ok" or proof_status(row, prove) for row in rows) else 0
+
+
+def _show_ranks(rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("rank", "dp", "pp"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for name in ("pid", "up", "restarts", "device", "host", "hit rate"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("proof", no_wrap=True)
+    notes = []
+    for row in rows:
+        asked = row.get("counters", {}).get("request_tokens", 0)
+        pools = {pool["tier"]: f"{pool['cached']:,}/{pool['total']:,}" for pool in row.get("pools", ())}
+        violations = row.get("violations")
+        table.add_row(
+            *(str(row[name]) for name in ("rank", "dp_rank", "pp_rank", "state")),
+            str(row["pid"] or ""),
+            f"{row['uptime_s']:.0f} s" if "uptime_s" in row else "",
+            str(row["restarts"]),
+            pools.get("DEVICE", ""),
+            pools.get("HOST", ""),
+            f"{100 * row['counters']['matched_tokens'] / asked:.1f} %" if asked else "",
+            "" if violations is None else "WRONG" if violations else "right",
+        )
+        if "silent_s" in row:
+            notes.append(f"rank {row['rank']} has given no sign of life for {row['silent_s']} s")
+        if "starts_in_s" in row:
+            notes.append(f"rank {row['rank']} starts again in {row['starts_in_s']} s")
+        if (exit := row.get("last_exit")) is not None:
+            notes.append(f"rank {row['rank']}: pid {exit['pid']} {exit['why']}")
+        notes += [f"VIOLATION rank {row['rank']}: {violation}" for violation in violations or ()]
+    console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True)
 
 
 def proof_status(facts: dict[str, Any], prove: bool) -> int:
@@ -229,6 +379,7 @@ def _show_status(facts: dict[str, Any]) -> None:
     console.print(
         f"sglcache {facts['version']}, rank {facts['rank']}, pid {facts['pid']}: {facts['state']}, "
         f"up {facts['uptime_s']:.0f} s, epoch {facts['epoch']}"
+        + (f", {facts['restarts']} restarts" if facts["restarts"] else "")
     )
     console.print(f"control {facts['socket']}   http {facts['http'] or 'off'}", soft_wrap=True)
 
@@ -270,6 +421,7 @@ def _show_status(facts: dict[str, Any]) -> None:
 
 @cli.command()
 @socket_option
+@rank_option("the first")
 @click.option("--endpoint", help="The stream's endpoint; by default the daemon is asked.")
 @click.option("--replay-endpoint", help="Where to ask for what came before; by default the daemon is asked.")
 @click.option("--topic", default="", help="Only this topic, with --endpoint.")
@@ -277,6 +429,7 @@ def _show_status(facts: dict[str, Any]) -> None:
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Stop after so many events.")
 def watch(
     socket: Path | None,
+    rank: str | None,
     endpoint: str | None,
     replay_endpoint: str | None,
     topic: str,
@@ -291,7 +444,7 @@ def watch(
     from sglcache.client.mirror import Mirror
 
     if endpoint is None:
-        with _observer(socket) as client:
+        with _observer(_targets(socket, rank)[0].socket) as client:
             stream = client.status()["stream"]
         if stream is None:
             raise Unavailable("the daemon publishes no events (events.enabled = false)")
@@ -316,32 +469,43 @@ def _event_lines(mirror: Mirror, medium: str | None) -> Iterator[str]:
 
 @cli.command()
 @socket_option
+@rank_option("all")
 @click.option("--tier", type=click.Choice(["device", "host"]), help="Only this tier; by default all.")
 @click.option("--wait", "wait_s", default=5.0, show_default=True, help="Seconds to wait for leases and copies to end.")
 @json_option
-def clear(socket: Path | None, tier: str | None, wait_s: float, as_json: bool) -> int:
-    """Drop what is cached. While leases or copies are live nothing is dropped: it says what holds it, and exits 1."""
+def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float, as_json: bool) -> int:
+    """Drop what is cached. While a rank's leases or copies are live it drops nothing: it says what holds it, exit 1."""
     import time
 
     deadline = time.monotonic() + wait_s
-    with _observer(socket) as client:
-        while True:
-            try:
-                pages = client.clear(tier)
-                break
-            except Busy:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+    dropped: dict[int, dict[str, int]] = {}
+
+    def work(target: Target) -> None:
+        with _observer(target.socket) as client:
+            while True:
+                try:
+                    pages = client.clear(tier)
+                    break
+                except Busy:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.05)
+        dropped[target.offset or 0] = pages
+        if not as_json:
+            told = ", ".join(f"{count:,} pages of {name.lower()}" for name, count in pages.items())
+            click.echo(f"{_label(target)}dropped {told}")
+
+    targets = _targets(socket, rank)
+    code = _each(targets, work)
     if as_json:
-        click.echo(json.dumps({"pages": pages}))
-    else:
-        click.echo("dropped " + ", ".join(f"{count:,} pages of {name.lower()}" for name, count in pages.items()))
-    return 0
+        several = {"ranks": [{"rank": offset, "pages": pages} for offset, pages in dropped.items()]}
+        click.echo(json.dumps(several if len(targets) > 1 else {"pages": next(iter(dropped.values()))}))
+    return code
 
 
 @cli.command()
 @socket_option
+@rank_option("the first")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE", help="A Mooncake trace; by default a small made-up one."
 )
@@ -358,6 +522,7 @@ def clear(socket: Path | None, tier: str | None, wait_s: float, as_json: bool) -
 @json_option
 def replay(
     socket: Path | None,
+    rank: str | None,
     trace: Path | None,
     limit: int | None,
     clients: int,
@@ -373,7 +538,7 @@ def replay(
     from sglcache.bench import replay as work
 
     with work.trace_file(trace) as file:
-        options = work.Options(file, limit, clients, verify, max_output, socket)
+        options = work.Options(file, limit, clients, verify, max_output, _targets(socket, rank)[0].socket)
         with _progress(work.num_requests(file, limit)) as advance:
             report = work.replay(options, advance)
     report.trace = str(trace) if trace is not None else "made up"
@@ -435,4 +600,6 @@ def _exit_code(error: SglcacheError) -> int:
         return EXIT_UNAVAILABLE
     if isinstance(error, ConfigError | BadRequest):
         return EXIT_USAGE
+    if isinstance(error, StartError):
+        return EXIT_SOFTWARE
     return EXIT_FAILED

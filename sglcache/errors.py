@@ -36,6 +36,12 @@ class ConfigError(SglcacheError):
     code = "config"
 
 
+class StartError(SglcacheError):
+    """A rank of the daemon ended before it served, and not for its configuration."""
+
+    code = "start"
+
+
 class BadRequest(SglcacheError):
     """A command's arguments are out of range. The state is as it was."""
 
@@ -111,7 +117,7 @@ class ClosedError(SglcacheError):
 _BY_CODE = {
     kind.code: kind
     for kind in (
-        SglcacheError, ConfigError, BadRequest, ProtocolError, NoSpace, UnknownLease, UnknownSession, SessionEnded,
-        Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
+        SglcacheError, ConfigError, StartError, BadRequest, ProtocolError, NoSpace, UnknownLease, UnknownSession,
+        SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
     )
 }  # fmt: skip

@@ -1,13 +1,18 @@
-"""Where a rank's control socket lies: one rule, for the daemon that binds it and the client that looks for it.
+"""Where a daemon's unix sockets lie: one rule, for the daemon that binds them and the client that looks for them.
 
-`SGLCACHE_SOCKET` names the socket outright. Else it is `rank-<offset>.sock` in `$XDG_RUNTIME_DIR/sglcache`, and
-where there is no XDG_RUNTIME_DIR (a container, a cron job) in `/tmp/sglcache-<uid>`. That folder lies in a place
-where anyone may make one of the name, so it's used only if it is ours and nobody else can enter it.
+`SGLCACHE_SOCKET` names rank 0's control socket outright, and with -1, -2, ... behind it the other ranks'. Else a rank's
+is `rank-<offset>.sock` in `$XDG_RUNTIME_DIR/sglcache`, and where there is no XDG_RUNTIME_DIR (a container, a cron job)
+in `/tmp/sglcache-<uid>`. That folder lies in a place where anyone may make one of the name, so it's used only if it is
+ours and nobody else can enter it.
+
+The supervisor answers HTTP beside the socket of the first rank that it runs: that path with .http behind it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +39,34 @@ def state_dir(environ: Mapping[str, str] = os.environ) -> Path:
 def socket_path(offset: int = 0, environ: Mapping[str, str] = os.environ) -> Path:
     """The control socket of the rank at `offset`, by the rule above."""
     if path := environ.get("SGLCACHE_SOCKET"):
-        return Path(path)
+        return beside(Path(path), offset)
     return runtime_dir(environ) / f"rank-{offset}.sock"
+
+
+def beside(socket: Path, offset: int) -> Path:
+    """The control socket of the rank at `offset` where rank 0's is `socket`: as with an ipc:// endpoint."""
+    return socket.with_name(f"{socket.name}-{offset}") if offset else socket
+
+
+def supervisor_path(socket: Path) -> Path:
+    """Where the supervisor answers HTTP whose first rank has this control socket."""
+    return socket.with_name(f"{socket.name}.http")
+
+
+def supervisors(socket: Path | None = None, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """The supervisors' sockets that there are, by their first ranks' offsets; `socket`: rank 0's, where it is named.
+
+    One may be a dead supervisor's.
+    """
+    base = socket if socket is not None else Path(named) if (named := environ.get("SGLCACHE_SOCKET")) else None
+    folder = base.parent if base is not None else runtime_dir(environ)
+    name = re.escape(base.name) + r"(?:-(\d+))?" if base is not None else r"rank-(\d+)\.sock"
+    try:
+        there = os.listdir(folder)
+    except OSError:
+        return []
+    found = [(int(match[1] or 0), each) for each in there if (match := re.fullmatch(name + r"\.http", each))]
+    return [folder / each for _, each in sorted(found)]
 
 
 def make_private(folder: Path) -> None:
@@ -60,3 +91,18 @@ def check_length(path: Path) -> None:
     """ConfigError if the kernel can't take this as a socket's name."""
     if (length := len(os.fsencode(path))) > MAX_SOCKET_PATH:
         raise ConfigError(f"socket path of {length} bytes, at most {MAX_SOCKET_PATH} fit: {path}; choose a shorter one")
+
+
+def lock(path: Path) -> int:
+    """Hold `path`, by a lock on a file beside it, for as long as the descriptor is open or this process lives.
+
+    BlockingIOError: another process holds it. No try-and-see, whose answer is old when it comes: the kernel gives the
+    lock up with its holder. The file itself stays, for to remove it would let two hold it.
+    """
+    held = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(held)
+        raise
+    return held

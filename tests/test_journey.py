@@ -108,7 +108,7 @@ def test_http_tells_the_same_as_the_control_socket(daemon: Daemon) -> None:
         assert json.load(answer)["status"] == "ok"
     with urllib.request.urlopen(f"{facts['http']}/server_info") as answer:
         info = json.load(answer)
-    assert info["epoch"] == facts["epoch"]
+    assert [(rank["epoch"], rank["pid"]) for rank in info["ranks"]] == [(facts["epoch"], facts["pid"])]
     assert info["kv_events"] == {
         "publisher": "zmq",
         "endpoint_host": "*",

@@ -1,7 +1,8 @@
 """Where a rank's sockets are: the rules for tcp:// and ipc:// endpoints, and binding to them.
 
 Every rank has the configured endpoint offset by its number, as routers dial it. An endpoint here binds, whatever its
-host is, unless `dial` is asked for by name. Nothing is resolved or touched before that.
+host is, unless `dial` is asked for by name. Nothing is resolved or touched before that, and zmq is not loaded before it
+either: the supervisor, which only plans, does without.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import re
 import socket
 import stat
 from dataclasses import dataclass, replace
-from typing import TypeAlias
-
-import zmq
+from typing import TYPE_CHECKING, TypeAlias
 
 from sglcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    import zmq
 
 MAX_PORT = 65535
 MAX_IPC_PATH = 107  # bytes; what a sockaddr_un holds
@@ -129,6 +131,8 @@ def collide(one: Endpoint, other: Endpoint) -> bool:
 
 def bind(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> Endpoint:
     """Bind, and the endpoint as bound: with the system's port where 0 was asked for. ConfigError: it can't be bound."""
+    import zmq
+
     try:
         if isinstance(endpoint, Ipc):
             _refuse_to_take_over(endpoint)
@@ -148,6 +152,8 @@ def dial(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> 
     """Connect to where a peer binds, now or later. ConfigError: nobody can be there."""
     if endpoint.is_wildcard or (isinstance(endpoint, Tcp) and not endpoint.port):
         raise ConfigError(f"{key}: {endpoint} can't be dialled; name the host and port that the peer binds", path=key)
+    import zmq
+
     try:
         sock.setsockopt(zmq.IPV6, int(isinstance(endpoint, Tcp) and ":" in endpoint.host))
         sock.connect(str(endpoint.dialled()))

@@ -11,19 +11,17 @@ import array
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import socket
-import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from sglcache import paths
-from sglcache.errors import ConfigError, Forbidden, ProtocolError, SglcacheError
+from sglcache.errors import Forbidden, ProtocolError, SglcacheError
+from sglcache.server import doors
 from sglcache.wire import control
 
 logger = logging.getLogger("sglcache.listener")
@@ -205,28 +203,8 @@ class Listener:
 
     def open(self) -> None:
         """Bind and listen. ConfigError if a live daemon has this socket, or the place is no good."""
-        path = self.path
-        paths.check_length(path)
-        try:
-            if path.parent == paths.runtime_dir():
-                paths.make_private(path.parent)
-            else:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _claim(path)
-            sock = self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            mask = os.umask(0o177)  # the socket is 0600 from its first moment
-            try:
-                sock.bind(os.fspath(path))
-            finally:
-                os.umask(mask)
-            sock.listen(128)
-        except OSError as exc:
-            self.close()
-            raise ConfigError(f"the control socket {path} can't be made: {exc}", path="control.socket") from exc
-        except ConfigError:
-            self.close()
-            raise
-        self.loop.add_reader(sock.fileno(), self._accept)
+        self._sock, self._lock = doors.unix(self.path, "control.socket")
+        self.loop.add_reader(self._sock.fileno(), self._accept)
 
     def close(self) -> None:
         """Stop listening, remove the socket, and drop whoever has not said hello. Idempotent."""
@@ -237,13 +215,8 @@ class Listener:
             hearing.peer.close()
         if self._sock is not None:
             self.loop.remove_reader(self._sock.fileno())
-            self._sock.close()
-            self._sock = None
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-        if self._lock >= 0:  # last: until here nobody else can have bound the path
-            os.close(self._lock)
-            self._lock = -1
+            doors.close(self._sock, self.path, self._lock)
+            self._sock, self._lock = None, -1
 
     def _accept(self) -> None:
         assert self._sock is not None
@@ -275,32 +248,3 @@ class Listener:
         self._retry = None
         if self._sock is not None:
             self.loop.add_reader(self._sock.fileno(), self._accept)
-
-
-def _claim(path: Path) -> int:
-    """Hold the path for as long as the descriptor is open, and remove a dead daemon's socket.
-
-    The lock is a file's beside the socket, which the kernel gives up with its holder: no try-and-see by connecting,
-    whose answer is old when it comes. The file itself stays, for to remove it would let two hold it.
-    """
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        os.close(lock)
-        if exc.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-            raise
-        raise ConfigError(
-            f"a live daemon has {path}; stop it, or give this one another socket with control.socket",
-            path="control.socket",
-        ) from None
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"{path} is there and is no socket; remove it", path="control.socket")
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock

@@ -2,18 +2,19 @@
 
 It is max(clock in µs, reserved + 1). `reserved` lies in a small file and is moved ahead before it is reached, so
 that no batch ever bears a number above what the file says: a life that ends without a word, and a clock that then
-steps back, do no harm. Two ranks may share a file; they then only leave more numbers out.
+steps back, do no harm. The supervisor knows `reserved` as well, and gives it to the next life as its `floor`, should
+the file be lost in between. One process at a time counts in a file: two would say the same number twice.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from sglcache import paths
 from sglcache.errors import ConfigError
 
 # Numbers bought with one write of the file. A life starts at the clock's µs and uses far fewer than a million a
@@ -22,16 +23,31 @@ STRIDE = 10_000_000
 
 
 class Numbers:
-    """Owns the state file of one rank."""
+    """Owns the state file of one rank, from construction to `close`.
 
-    def __init__(self, path: Path, clock_us: Callable[[], int], *, stride: int = STRIDE) -> None:
+    ConfigError: the file can't be had (its `__cause__` is the OSError), makes no sense, or is a live daemon's.
+    """
+
+    def __init__(self, path: Path, clock_us: Callable[[], int], *, floor: int = 0, stride: int = STRIDE) -> None:
+        """`floor`: a number that is known to have been reserved, whatever the file says."""
         self.path = path
         self.stride = stride
         self._lock = threading.Lock()
-        self.reserved = max(self._read(), 0)
-        self.first = max(clock_us(), self.reserved + 1)
-        """This life's first number. It is reserved already."""
-        self.reserve(self.first)
+        self._held = _hold(path)
+        try:
+            self.reserved = max(self._read(), floor, 0)
+            self.first = max(clock_us(), self.reserved + 1)
+            """This life's first number. It is reserved already."""
+            self.reserve(self.first)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let another process count in this file. Idempotent."""
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
 
     def low(self, next_seq: int) -> bool:
         """Whether half of what was bought is gone: then call `reserve`, from any thread; it waits for the disk."""
@@ -46,9 +62,6 @@ class Numbers:
         if upto <= self.reserved:
             return
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(ConfigError):  # another rank that shares the file
-                upto = max(upto, self._read())
             beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
             with open(beside, "w") as file:
                 json.dump({"reserved": upto}, file)
@@ -78,3 +91,16 @@ class Numbers:
                 path="state.dir",
             ) from exc
         return reserved
+
+
+def _hold(path: Path) -> int:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return paths.lock(path)
+    except BlockingIOError:
+        raise ConfigError(
+            f"a live daemon counts its event stream in {path}; stop it, or give this one another folder with state.dir",
+            path="state.dir",
+        ) from None
+    except OSError as exc:
+        raise ConfigError(f"the state file can't be written: {exc}", path="state.dir") from exc

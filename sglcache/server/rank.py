@@ -1,62 +1,65 @@
-"""A rank's life: build, start, serve, drain, stop. Start here to read the daemon.
+"""A rank's life: build, start, serve, drain, stop. One process of the daemon, which the supervisor starts.
 
     build   everything there is, in one function; what can refuse does so here or in start
-    start   the first batch of a life, the control socket, HTTP
-    serve   until SIGTERM or SIGINT
+    start   the first batch of a life, the control socket
+    serve   until the supervisor says Drain, or SIGTERM
     drain   nobody new, no command; copies in flight end; the stream's last batch leaves
     stop    let go of everything
 
-A second signal ends the process at once, by 128 + its number. An exception that nobody expected ends it with
-`EXIT_FAILED`: what the index then holds is not known, so nothing more is published (law 12). Its next life begins with
-AllBlocksCleared.
+The end of the supervisor ends it at once: nobody would start it again, and it would hold memory and ports that the next
+daemon wants. An exception that nobody expected ends it with `EXIT_FAILED`: what the index then holds is not known, so
+nothing more is published (law 12). Its next life begins with AllBlocksCleared.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import importlib.metadata
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import uvloop
 
+from sglcache import config as configs
 from sglcache import paths
 from sglcache.config import Config
 from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.index import Index, IndexConfig
-from sglcache.errors import ConfigError, TransferError
+from sglcache.errors import ConfigError, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.copier import Copier
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
 from sglcache.server.allocator import keep_large_buffers
+from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
 from sglcache.server.collector import Collector
 from sglcache.server.listener import Listener
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
 from sglcache.server.sessions import Offer, Sessions
-from sglcache.server.stream import build_publisher, format_of, tell_all, topic_of
+from sglcache.server.stream import build_publisher, format_of, tell_all
 from sglcache.units import TicketId, Tier
 from sglcache.wire import control
-
-if TYPE_CHECKING:
-    from sglcache.server.http import HttpServer
 
 logger = logging.getLogger("sglcache.rank")
 
 EXIT_FAILED = 70  # sysexits' EX_SOFTWARE
+EXIT_CONFIG = 78  # sysexits' EX_CONFIG: it can't be had as it is configured
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 DRAIN_S = 10.0  # what copies in flight get
 SWITCH_INTERVAL_S = 0.0005  # how long the copier's Python may keep the loop from running; the default is ten times it
 VERSION = importlib.metadata.version("sglcache")
@@ -76,22 +79,26 @@ class Parts:
     owner: Owner
     sessions: Sessions
     listener: Listener
-    http: HttpServer | None
 
 
 class Rank:
-    """One rank of one replica, on the loop that `main` runs on."""
+    """One life of one rank, on the loop that `main` runs on."""
 
-    def __init__(self, config: Config, offset: int = 0) -> None:
-        """`offset`: pp_rank * dp_size + dp_rank, which its ports and its socket are named by."""
+    def __init__(self, config: Config, start: Start, channel: Channel, kept: dict[str, int]) -> None:
+        """`config`: the stage's. `kept`: descriptors of earlier lives by name, the rank's now."""
         self.config = config
-        self.offset = offset
-        self.socket = config.control.socket or paths.socket_path(offset)
+        self.seat = start.seat
+        self.socket = Path(start.seat.socket)
         self.geometry = geometry(config)
         self.state = "starting"  # then ok, draining, stopped or failed
         self.started_at = time.time()
+        self.floor = start.floor
+        self.kept = kept
+        self._start = start
+        self._channel = channel
         self._parts: Parts | None = None
         self._ending: asyncio.Event | None = None
+        self._beating: asyncio.TimerHandle | None = None
         self._code = 0
 
     @property
@@ -101,21 +108,26 @@ class Rank:
 
     # -- the life -----------------------------------------------------------------------------------------
 
-    async def main(self, ready: Callable[[Rank], None] = lambda rank: None) -> int:
-        """The whole life; `ready` is called once clients can attach. The exit status; ConfigError: it can't start."""
+    async def main(self) -> int:
+        """The whole life. The exit status; ConfigError: it can't start."""
         loop = asyncio.get_running_loop()
         self._ending = asyncio.Event()
         loop.set_exception_handler(self._unexpected)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
+        loop.add_signal_handler(signal.SIGTERM, self._told_to_end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
             await self.start(loop)
-            ready(self)
+            self._channel.send(Ready(self.facts()))
+            self._channel.watch(loop, self._hear)
+            self._beat(loop)
             await self._ending.wait()
             if self.state != "failed":
                 await self.drain()
         finally:
+            if self._beating is not None:
+                self._beating.cancel()
             await self.stop()
+            self._channel.unwatch()
         return self._code
 
     async def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -123,8 +135,6 @@ class Rank:
         if parts.publisher is not None:
             parts.publisher.attach(loop)
         parts.owner.start()
-        if parts.http is not None:
-            await parts.http.start()
         parts.listener.open()
         parts.owner.collector.start()
         self.state = "ok"
@@ -152,8 +162,6 @@ class Rank:
         if parts is None:
             return
         parts.listener.close()
-        if parts.http is not None:
-            await parts.http.stop()
         parts.sessions.close()
         parts.owner.collector.stop()
         if parts.publisher is not None:
@@ -162,13 +170,13 @@ class Rank:
         parts.load_ring.close()
         parts.device.close()
         parts.host.close()
+        parts.numbers.close()
 
-    def _signalled(self, number: int) -> None:
+    def _told_to_end(self) -> None:
         assert self._ending is not None
-        if self._ending.is_set():
-            os._exit(128 + number)
-        logger.info("%s: draining; another ends this at once", signal.Signals(number).name)
-        self._ending.set()
+        if not self._ending.is_set():
+            logger.info("draining")
+            self._ending.set()
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -182,6 +190,7 @@ class Rank:
         if self.state == "failed":
             return
         logger.critical("fail stop: %s", error, exc_info=error)
+        self._channel.send(failed(error))
         self.state = "failed"
         self._code = EXIT_FAILED
         if self._parts is not None:
@@ -194,10 +203,39 @@ class Rank:
         if self._ending is not None:
             self._ending.set()
 
-    # -- telling ------------------------------------------------------------------------------------------
+    # -- the supervisor -----------------------------------------------------------------------------------
 
-    def health(self) -> dict[str, Any]:
-        return {"status": self.state, "rank": self.offset, "uptime_s": round(time.time() - self.started_at, 3)}
+    def keep(self, name: str, fd: int | None) -> bool:
+        """Have the supervisor hold what `fd` is for this rank's later lives, or let go of it; False: it can't now.
+
+        The descriptor stays the caller's. The next life finds its own of the same in `kept`.
+        """
+        return self._channel.send(Keep(name), [fd] if fd is not None else [])
+
+    def _hear(self) -> None:
+        try:
+            while (heard := self._channel.receive()) is not None:
+                match heard[0]:
+                    case Ask(question, "facts"):
+                        self._channel.send(Answer(question, self.facts()))
+                    case Ask(question, "digest"):
+                        self._channel.send(Answer(question, self.digest()))
+                    case Ask(question, "metrics"):
+                        self._channel.send(Answer(question, self.metrics()))
+                    case Drain():
+                        self._told_to_end()
+                    case word:
+                        raise ProtocolError(f"a supervisor does not say {type(word).__name__}")
+        except EOFError:
+            logger.critical("the supervisor is gone")
+            os._exit(EXIT_FAILED)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._parts is not None:
+            self._channel.send(Beat(self.state, self._parts.numbers.reserved))
+        self._beating = loop.call_later(self._start.beat_s, self._beat, loop)
+
+    # -- telling ------------------------------------------------------------------------------------------
 
     def prove(self) -> list[str]:
         """Every violation of the books' laws, in words; [] if they are right. Walks everything in one go."""
@@ -210,14 +248,11 @@ class Rank:
         facts = {
             "version": VERSION,
             "protocol": control.PROTOCOL,
-            "rank": self.offset,
-            "pid": os.getpid(),
             "state": self.state,
-            "epoch": parts.numbers.first,
             "uptime_s": time.time() - self.started_at,
-            "socket": str(self.socket),
-            "http": parts.http.url if parts.http is not None else None,
-            "geometry": self._geometry(),
+            "restarts": self._start.restarts,
+            "http": self._start.http,
+            **self.facts(),
             "pools": [{**pool._asdict(), "tier": pool.tier.name} for pool in stats.pools],
             "gauges": {
                 name: getattr(stats, name)
@@ -241,7 +276,6 @@ class Rank:
                 "collections": parts.owner.collector.num_collections,
             },
             "sessions": parts.sessions.describe(),
-            "stream": self._stream(),
         }
         if prove:
             facts["violations"] = self.prove()
@@ -259,47 +293,31 @@ class Rank:
             "tiers": {tier.name: list(pair) for tier, pair in index.digest().items()},
         }
 
-    def server_info(self) -> dict[str, Any]:
-        """`GET /server_info`: what routers read to find the stream, and what tells one life from another."""
-        from sglcache.server.http import kv_events
-
-        parts = self.parts
-        stream = self._stream()
+    def facts(self) -> dict[str, Any]:
+        """What /server_info says of this rank: where it is, and what tells one life from another."""
         return {
-            "version": VERSION,
-            "protocol": control.PROTOCOL,
-            "model_name": self.config.model_name,
-            "page_size": self.geometry.page_size,
-            "dp_size": 1,
-            "kv_events": None
-            if stream is None
-            else kv_events(
-                stream["endpoint"],
-                stream["replay_endpoint"],
-                topic=stream["topic"],
-                block_size=self.geometry.page_size,
-            ),
-            "epoch": parts.numbers.first,
-            "hash": self.config.events.hash,
+            "rank": self.seat.offset,
+            "dp_rank": self.seat.dp_rank,
+            "pp_rank": self.seat.pp_rank,
             "pid": os.getpid(),
+            "epoch": self.parts.numbers.first,
             "socket": str(self.socket),
             "geometry": self._geometry(),
-            "stream": stream,
+            "stream": self._stream(),
         }
 
-    def metrics(self) -> bytes:
-        from sglcache.server.metrics import RankCollector, exposition
+    def metrics(self) -> list[Any]:
+        """This rank's families, as `metrics.page` takes them."""
+        from sglcache.server.metrics import RankCollector, packed
 
         publisher = self.parts.publisher
         info = {"version": VERSION, "hash": self.config.events.hash, "model_name": self.config.model_name}
-        return exposition(
-            [
-                RankCollector(
-                    self.offset,
-                    lambda: (self.parts.index.stats(), publisher.stats() if publisher is not None else None),
-                    info,
-                )
-            ]
+        return packed(
+            RankCollector(
+                self.seat.offset,
+                lambda: (self.parts.index.stats(), publisher.stats() if publisher is not None else None),
+                info,
+            )
         )
 
     def _geometry(self) -> dict[str, Any]:
@@ -313,7 +331,7 @@ class Rank:
         stats = publisher.stats()
         return {
             **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
-            "topic": topic_of(self.config, self.offset),
+            "topic": self.seat.topic,
             "hash": self.config.events.hash,
             "next_seq": self.parts.index.next_seq,
         }
@@ -336,13 +354,14 @@ def geometry(config: Config) -> Geometry:
 
 def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
     """Construct a rank. ConfigError, with nothing left open, if it can't be had."""
-    config, shape, offset = rank.config, rank.geometry, rank.offset
+    config, shape, seat = rank.config, rank.geometry, rank.seat
     events = config.events
     with contextlib.ExitStack() as undo:
-        numbers = _numbers(config, rank.socket, offset)
+        numbers = _numbers(config, rank.socket, seat.offset, rank.floor)
+        undo.callback(numbers.close)
         publisher = None
         if events.enabled:
-            publisher = build_publisher(config, offset)
+            publisher = build_publisher(config, seat)
             undo.callback(publisher.close, 0)
         device = DevicePools(shape)
         undo.callback(device.close)
@@ -358,7 +377,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 hash_name=events.hash,
                 events=events.enabled,
                 first_seq=numbers.first,
-                rank=offset,
+                rank=seat.offset,
                 max_batch_blocks=events.max_blocks,
                 format=format_of(events),
             )
@@ -393,43 +412,75 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         offer = Offer(numbers.first, VERSION, shape.to_wire(), [pool.fd for pool in device.shards], shape.pool_bytes)
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest)
         listener = Listener(loop, rank.socket, sessions.welcome)
-        http = None
-        if config.http.enabled:
-            from sglcache.server.http import HttpServer
-
-            http = HttpServer(rank, config.http.host, config.http.port)
         undo.pop_all()
-    return Parts(numbers, publisher, device, host, load_ring, copier, index, owner, sessions, listener, http)
+    return Parts(numbers, publisher, device, host, load_ring, copier, index, owner, sessions, listener)
 
 
-def _numbers(config: Config, socket: Path, offset: int) -> Numbers:
+def _numbers(config: Config, socket: Path, offset: int, floor: int) -> Numbers:
     """The state file: where it was asked for, else in the user's state folder, else beside the control socket."""
     name = f"rank-{offset}.json"
     if config.state.dir is not None:
-        return Numbers(config.state.dir / name, _clock_us)
+        return Numbers(config.state.dir / name, _clock_us, floor=floor)
     try:
-        return Numbers(paths.state_dir() / name, _clock_us)
+        return Numbers(paths.state_dir() / name, _clock_us, floor=floor)
     except ConfigError as exc:
-        if not isinstance(exc.__cause__, OSError):  # it can be read, and makes no sense
+        if not isinstance(exc.__cause__, OSError):  # it can be read, and makes no sense, or it is another daemon's
             raise
         logger.warning("%s; keeping it beside the control socket, where it may be lost at a reboot", exc.message)
-        return Numbers(socket.with_name(name), _clock_us)
+        return Numbers(socket.with_name(name), _clock_us, floor=floor)
 
 
 def _clock_us() -> int:
     return time.time_ns() // 1000
 
 
-def run(config: Config, ready: Callable[[Rank], None] = lambda rank: None) -> int:
-    """Be a rank in this process until a signal. The exit status; ConfigError: it can't start."""
-    keep_large_buffers()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    _raise_file_limit()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Rank(config).main(ready))
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # which the supervisor has held back from a process that is not ready yet
 
 
-def _raise_file_limit() -> None:
+def serve(fd: int) -> int:
+    """Be the rank that the supervisor at the other end of `fd` wants, in this process. The exit status."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a rank that hangs can't see the channel's end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the supervisor's, who says Drain
+    channel = Channel(socket.socket(fileno=fd))
+    code = EXIT_FAILED
+    try:
+        word, fds = channel.receive(wait=True) or (None, [])
+        if not isinstance(word, Start):
+            raise ProtocolError(f"a supervisor says Start first, not {type(word).__name__}")
+        prctl(PR_SET_NAME, f"sglcache-rank-{word.seat.offset}"[:15].encode(), 0, 0, 0)
+        logging.basicConfig(
+            level=word.log_level,
+            format=f"%(asctime)s %(levelname)s rank {word.seat.offset} %(name)s: %(message)s",
+        )
+        keep_large_buffers()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        raise_file_limit()
+        config = configs.parse(word.config).for_stage(word.seat.pp_rank)
+        rank = Rank(config, word, channel, dict(zip(word.kept, fds, strict=True)))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(rank.main())
+    except EOFError:
+        pass  # the supervisor is gone before it said anything
+    except ConfigError as exc:
+        channel.send(failed(exc))
+        code = EXIT_CONFIG
+    except msgspec.DecodeError as exc:
+        channel.send(Failed("protocol", f"{exc}; was sglcache updated while it ran? Start the daemon again", {}))
+    except BaseException as exc:
+        logger.critical("%s", exc, exc_info=exc)
+        channel.send(failed(exc))
+    channel.close()
+    return code
+
+
+def failed(error: BaseException) -> Failed:
+    if isinstance(error, SglcacheError):
+        return Failed(error.code, error.message, error.facts)
+    return Failed("fail_stop", f"{type(error).__name__}: {error}", {})
+
+
+def raise_file_limit() -> None:
     """A member costs four descriptors; the soft limit of 1,024 is for select(), which nothing here uses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable
 
@@ -14,10 +13,9 @@ from sglcache.core.snapshot import Snapshot
 from sglcache.net import endpoints
 from sglcache.net.curve import Curve
 from sglcache.net.publisher import Publisher
+from sglcache.server.plan import LIVE, REPLAY, Seat
 
 logger = logging.getLogger("sglcache.stream")
-
-KEYS = ("events.endpoint", "events.replay_endpoint")
 
 
 def format_of(events: EventsConfig) -> Format:
@@ -30,38 +28,27 @@ def format_of(events: EventsConfig) -> Format:
     )
 
 
-def topic_of(config: Config, offset: int, dp_size: int = 1) -> str:
-    """The first frame of every message of rank `offset`."""
-    return config.events.topic.format(
-        host=socket.gethostname(),
-        model=config.model_name,
-        rank=offset,
-        dp_rank=offset % dp_size,
-        pp_rank=offset // dp_size,
-    )
-
-
-def build_publisher(config: Config, offset: int, dp_size: int = 1) -> Publisher:
+def build_publisher(config: Config, seat: Seat) -> Publisher:
     """ConfigError: an endpoint can't be had, or a key can't be read."""
     events = config.events
     connect = events.mode == "connect"
-    live, replay = endpoints.rank_endpoints(events.endpoint, events.replay_endpoint, offset, keys=KEYS)
-    if connect:  # all ranks dial the one subscriber; its topic tells them apart
-        live = endpoints.parse(events.endpoint, KEYS[0])
+    assert seat.endpoint is not None, "the plan left out the stream"
+    live = endpoints.parse(seat.endpoint, LIVE)
+    replay = endpoints.parse(seat.replay_endpoint, REPLAY) if seat.replay_endpoint is not None else None
     curve = None
     if events.curve_key_file is not None:
         curve = Curve.load(events.curve_key_file, events.curve_allow_dir)
     publisher = Publisher(
         live,
         replay,
-        topic=topic_of(config, offset, dp_size),
+        topic=seat.topic,
         ring_bytes=events.ring_bytes,
         hwm=events.hwm,
         connect=connect,
         curve=curve,
-        keys=KEYS,
+        keys=(LIVE, REPLAY),
     )
-    for key, endpoint in zip(KEYS, (None if connect else live, replay), strict=True):
+    for key, endpoint in zip((LIVE, REPLAY), (None if connect else live, replay), strict=True):
         if curve is None and endpoint is not None and not endpoints.is_local(endpoint):
             logger.warning(
                 "%s = %s: whoever reaches it reads what is cached, %s; bind 127.0.0.1, or set events.curve_key_file",

@@ -10,27 +10,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from sglcache import paths, ranks
 from sglcache.client import Client, Worker
 from sglcache.errors import SglcacheError
 
 START_S = 60.0  # a loaded machine imports torch slowly
 STOP_S = 30.0
 
-# What the process runs: a rank, and one line of JSON down the pipe when clients can attach.
+# What the process runs: a daemon, and one line of JSON down the pipe when clients can attach. A rank is launched with
+# the prelude before it.
 PROGRAM = """
 import json, logging, os, sys
 from sglcache import config
-from sglcache.server import rank
+from sglcache.server.supervisor import Supervisor, Timing
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-def ready(it):
-    facts = {**it.server_info(), "http": it.parts.http.url if it.parts.http else None}
-    os.write(int(sys.argv[2]), json.dumps(facts).encode() + b"\\n")
-sys.exit(rank.run(config.parse(json.loads(sys.argv[1])), ready))
+options = json.loads(sys.argv[1])
+rank = options["prelude"] + "\\nimport sys; from sglcache.server.rank import serve; sys.exit(serve(int(sys.argv[1])))"
+def ready(info):
+    os.write(int(sys.argv[2]), json.dumps(info).encode() + b"\\n")
+supervisor = Supervisor(
+    config.parse(options["config"]), launch=[sys.executable, "-c", rank], timing=Timing(**options["timing"])
+)
+sys.exit(supervisor.run(ready))
 """
 
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -45,62 +51,31 @@ class DaemonError(Exception):
     """The daemon did not do as it should; the message has what it logged."""
 
 
-class Daemon:
-    """Running from construction on. As a context manager it is stopped at the end, and must end with 0."""
+class Served:
+    """One rank of a daemon, over all its lives."""
 
-    def __init__(
-        self, folder: Path, *, prelude: str = "", env: Mapping[str, str] | None = None, **sections: Mapping[str, Any]
-    ) -> None:
-        """`sections` are the configuration's, laid over `SMALL`; `env` is laid over this process's environment.
+    def __init__(self, daemon: Daemon, offset: int, socket: Path) -> None:
+        self.daemon = daemon
+        self.offset = offset
+        self.socket = socket
 
-        `prelude` is Python that runs in the daemon first, to plant a fault.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.socket = folder / "rank-0.sock"
-        self.log = folder / "daemon.log"
-        config: dict[str, dict[str, Any]] = {"control": {"socket": str(self.socket)}, "state": {"dir": str(folder)}}
-        for layer in (SMALL, sections):
-            for name, values in layer.items():
-                config.setdefault(name, {}).update(values)
-        reader, writer = os.pipe()
-        try:
-            with open(self.log, "ab") as log:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", prelude + PROGRAM, json.dumps(config), str(writer)],
-                    pass_fds=[writer],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, **(env or {})},
-                )
-            os.close(writer)
-            self.info: dict[str, Any] = self._await_ready(reader)
-            """What `/server_info` says, and the URL of HTTP, if it is on."""
-        finally:
-            os.close(reader)
-
-    def _await_ready(self, reader: int) -> dict[str, Any]:
-        line = b""
-        deadline = time.monotonic() + START_S
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-            part = os.read(reader, 65536) if ready else b""
-            if not part:
-                self.process.kill()
-                code = self.process.wait()
-                raise DaemonError(f"the daemon did not start (exit status {code}): {self.said()}")
-            line += part
-        facts: dict[str, Any] = json.loads(line)
-        return facts
+    @property
+    def row(self) -> dict[str, Any]:
+        """What the supervisor says of it now."""
+        found: dict[str, Any] = next(row for row in self.daemon.ask()["ranks"] if row["rank"] == self.offset)
+        return found
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        """Of the process that serves it now."""
+        pid = self.row["pid"]
+        assert isinstance(pid, int), f"rank {self.offset} has no process: {self.row}"
+        return pid
 
-    def said(self) -> str:
-        """What it has logged."""
-        return self.log.read_text(errors="replace")
+    @property
+    def epoch(self) -> int:
+        """Of its newest life that was ready."""
+        return int(self.row["epoch"])
 
     def client(self, **arguments: Any) -> Client:
         return Client(self.socket, **arguments)
@@ -130,6 +105,110 @@ class Daemon:
         until(lambda: self.status(prove=False)["gauges"]["num_copies"] == 0, within_s)
         return self.status()
 
+    def kill_rank(self, number: int = signal.SIGKILL) -> int:
+        """End its process alone, and wait for the death; its pid. The supervisor starts it again."""
+        pid = self.pid
+        pidfd = os.pidfd_open(pid)
+        try:
+            os.kill(pid, number)
+            assert select.select([pidfd], [], [], STOP_S)[0], f"pid {pid} did not die"
+        finally:
+            os.close(pidfd)
+        return pid
+
+    def next_life(self, after_pid: int, within_s: float = START_S) -> dict[str, Any]:
+        """Wait until it serves in another process than that; its row then."""
+
+        def back() -> bool:
+            row = self.row
+            return bool(row["state"] == "ok" and row["pid"] != after_pid)
+
+        until(back, within_s)
+        return self.row
+
+
+class Daemon(Served):
+    """Running from construction on; its own methods speak of its first rank, `rank` of any.
+
+    As a context manager it is stopped at the end, and must end with 0.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prelude: str = "",
+        env: Mapping[str, str] | None = None,
+        dp_size: int = 1,
+        pp_size: int = 1,
+        timing: Mapping[str, float] | None = None,
+        **sections: Mapping[str, Any],
+    ) -> None:
+        """`sections` are the configuration's, laid over `SMALL`; `env` is laid over this process's environment.
+
+        `prelude` is Python that runs in each rank first, to plant a fault. `timing`: of the supervisor's `Timing`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.log = folder / "daemon.log"
+        socket = folder / "rank-0.sock"
+        config: dict[str, dict[str, Any]] = {
+            "control": {"socket": str(socket)},
+            "state": {"dir": str(folder)},
+            "parallel": {"dp_size": dp_size, "pp_size": pp_size},
+        }
+        for layer in (SMALL, sections):
+            for name, values in layer.items():
+                config.setdefault(name, {}).update(values)
+        options = {"config": config, "prelude": prelude, "timing": dict(timing or {})}
+        reader, writer = os.pipe()
+        try:
+            with open(self.log, "ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", PROGRAM, json.dumps(options), str(writer)],
+                    pass_fds=[writer],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **(env or {})},
+                )
+            os.close(writer)
+            info = self._await_ready(reader)
+        finally:
+            os.close(reader)
+        first = info["ranks"][0]
+        self.info: dict[str, Any] = {**first, **info}
+        """What `/server_info` says, and over it what it says of the first rank."""
+        super().__init__(self, first["rank"], Path(first["socket"]))
+        self.ranks = [Served(self, row["rank"], Path(row["socket"])) for row in info["ranks"]]
+        self._pids = [row["pid"] for row in info["ranks"]]
+
+    def rank(self, offset: int) -> Served:
+        return next(rank for rank in self.ranks if rank.offset == offset)
+
+    def ask(self, page: str = "/server_info") -> dict[str, Any]:
+        """The supervisor's answer now: /server_info or /health."""
+        return ranks.ask(paths.supervisor_path(self.socket), page)
+
+    def _await_ready(self, reader: int) -> dict[str, Any]:
+        line = b""
+        deadline = time.monotonic() + START_S
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(reader, 65536) if ready else b""
+            if not part:
+                if not ready:
+                    self.process.kill()
+                code = self.process.wait(STOP_S)
+                raise DaemonError(f"the daemon did not start (exit status {code}): {self.said()}")
+            line += part
+        facts: dict[str, Any] = json.loads(line)
+        return facts
+
+    def said(self) -> str:
+        """What it has logged."""
+        return self.log.read_text(errors="replace")
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal it, and wait for its end: the exit status."""
         if self.process.poll() is None:
@@ -137,8 +216,21 @@ class Daemon:
         return self.process.wait(STOP_S)
 
     def kill(self) -> None:
+        """SIGKILL to the supervisor; the kernel ends the ranks with it, and they are waited for."""
+        pids = self._pids
+        if self.process.poll() is None:
+            with suppress(SglcacheError):
+                pids = [row["pid"] for row in self.ask("/health")["ranks"] if row["pid"]]
+        pidfds = []
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                pidfds.append(os.pidfd_open(pid))
         self.process.kill()
         self.process.wait(STOP_S)
+        for pidfd in pidfds:
+            ended = select.select([pidfd], [], [], STOP_S)[0]
+            os.close(pidfd)
+            assert ended, "a rank has outlived the supervisor"
 
     def __enter__(self) -> Self:
         return self
@@ -164,6 +256,7 @@ import ctypes, json, os, sys, time
 import numpy as np
 import sglcache
 from sglcache.errors import SglcacheError
+from sglcache import paths, ranks
 from sglcache.client import Client, Worker
 from sglcache.memory.rings import EventRing
 socket = sys.argv[1]

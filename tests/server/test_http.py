@@ -1,40 +1,48 @@
-"""The three pages, over a real socket, of a rank that is made up."""
+"""The three pages, over real sockets, of ranks that are made up."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from sglcache.errors import ConfigError
-from sglcache.server.http import HttpServer, kv_events
+from sglcache.errors import ConfigError, Unavailable
+from sglcache.ranks import ask
+from sglcache.server import doors
+from sglcache.server.http import HttpServer
 
 
-class FakeRank:
+class FakePages:
     def __init__(self) -> None:
         self.state = "ok"
 
     def health(self) -> dict[str, Any]:
         return {"status": self.state}
 
-    def server_info(self) -> dict[str, Any]:
-        return {"model_name": "m", "kv_events": kv_events("tcp://127.0.0.1:5557", None, topic="", block_size=16)}
+    async def server_info(self) -> dict[str, Any]:
+        return {"model_name": "m"}
 
-    def metrics(self) -> bytes:
+    async def metrics(self) -> bytes:
         return b"# HELP a b\n"
 
 
-def serve(test: Callable[[HttpServer, FakeRank, aiohttp.ClientSession], Coroutine[Any, Any, None]]) -> None:
+def serve(
+    test: Callable[[FakePages, aiohttp.ClientSession], Coroutine[Any, Any, None]], host: str = "127.0.0.1"
+) -> None:
     async def main() -> None:
-        rank = FakeRank()
-        server = HttpServer(rank, "127.0.0.1", 0)
+        pages = FakePages()
+        sock = doors.tcp(host, 0, "http.port")
+        url = doors.url(host, sock.getsockname()[1])
+        server = HttpServer(pages, [sock])
         await server.start()
         try:
-            async with aiohttp.ClientSession(server.url) as session:
-                await test(server, rank, session)
+            async with aiohttp.ClientSession(url) as session:
+                await test(pages, session)
         finally:
             await server.stop()
             await server.stop()
@@ -43,9 +51,9 @@ def serve(test: Callable[[HttpServer, FakeRank, aiohttp.ClientSession], Coroutin
 
 
 def test_health_is_200_only_while_the_rank_serves() -> None:
-    async def test(_: HttpServer, rank: FakeRank, session: aiohttp.ClientSession) -> None:
+    async def test(pages: FakePages, session: aiohttp.ClientSession) -> None:
         for state, expected in (("ok", 200), ("draining", 503)):
-            rank.state = state
+            pages.state = state
             async with session.get("/health") as answer:
                 assert (answer.status, await answer.json()) == (expected, {"status": state})
 
@@ -53,11 +61,10 @@ def test_health_is_200_only_while_the_rank_serves() -> None:
 
 
 def test_server_info_and_metrics_are_given_as_their_readers_want_them() -> None:
-    async def test(server: HttpServer, _: FakeRank, session: aiohttp.ClientSession) -> None:
-        assert server.port != 0
+    async def test(_: FakePages, session: aiohttp.ClientSession) -> None:
         async with session.get("/server_info") as answer:
             assert answer.content_type == "application/json"
-            assert (await answer.json())["kv_events"]["endpoint_host"] == "*"
+            assert (await answer.json()) == {"model_name": "m"}
         async with session.get("/metrics") as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
             assert await answer.text() == "# HELP a b\n"
@@ -69,7 +76,7 @@ def test_server_info_and_metrics_are_given_as_their_readers_want_them() -> None:
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("POST", "/health", 405)])
 def test_a_wrong_request_is_told_as_json(method: str, path: str, status: int) -> None:
-    async def test(_: HttpServer, __: FakeRank, session: aiohttp.ClientSession) -> None:
+    async def test(_: FakePages, session: aiohttp.ClientSession) -> None:
         async with session.request(method, path) as answer:
             assert answer.status == status
             assert (await answer.json())["error"]["code"] == "http"
@@ -78,27 +85,56 @@ def test_a_wrong_request_is_told_as_json(method: str, path: str, status: int) ->
 
 
 def test_a_port_that_is_taken_is_a_config_error_with_the_remedy() -> None:
-    async def test(server: HttpServer, rank: FakeRank, _: aiohttp.ClientSession) -> None:
-        second = HttpServer(rank, "127.0.0.1", server.port)
-        with pytest.raises(ConfigError, match=r"is taken; choose another, or set http\.port=0") as caught:
-            await second.start()
-        assert caught.value.path == "http.port"
-
-    serve(test)
+    first = doors.tcp("127.0.0.1", 0, "http.port")
+    with first, pytest.raises(ConfigError, match=r"is taken; choose another, or set http\.port=0") as caught:
+        doors.tcp("127.0.0.1", first.getsockname()[1], "http.port")
+    assert caught.value.path == "http.port"
 
 
-def test_kv_events_is_sglangs_block() -> None:
-    block = kv_events("tcp://127.0.0.1:5557", "tcp://[::1]:5657", topic="kv", block_size=16, dp_size=2)
-    assert block == {
-        "publisher": "zmq",
-        "endpoint_host": "*",
-        "endpoint_port_base": 5557,
-        "topic": "kv",
-        "block_size": 16,
-        "dp_size": 2,
-        "replay_endpoint_port_base": 5657,
-    }
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:7"),
+        ("0.0.0.0", "http://127.0.0.1:7"),
+        ("::", "http://[::1]:7"),
+        ("::1", "http://[::1]:7"),
+        ("a.example", "http://a.example:7"),
+    ],
+)
+def test_the_url_is_what_a_browser_on_this_host_wants(host: str, url: str) -> None:
+    assert doors.url(host, 7) == url
 
 
-def test_kv_events_is_null_where_no_router_could_dial() -> None:
-    assert kv_events("ipc:///tmp/a", None, topic="", block_size=16) is None
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::1", "::"])
+def test_it_is_reached_by_the_url_whatever_the_host_is(host: str, ipv6: bool) -> None:
+    if ":" in host and not ipv6:
+        pytest.skip("this host has no IPv6")
+
+    async def test(_: FakePages, session: aiohttp.ClientSession) -> None:
+        async with session.get("/health") as answer:
+            assert answer.status == 200
+
+    serve(test, host)
+
+
+def test_the_supervisors_unix_socket_tells_the_same_and_a_stale_one_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.sock.http"
+
+    async def main() -> None:
+        sock, lock = doors.unix(path, "control.socket")
+        with pytest.raises(ConfigError, match="a live daemon has"):
+            doors.unix(path, "control.socket")
+        server = HttpServer(FakePages(), [sock])
+        await server.start()
+        assert await asyncio.to_thread(ask, path) == {"model_name": "m"}
+        assert await asyncio.to_thread(ask, path, "/health") == {"status": "ok"}
+        await server.stop()
+        os.close(lock)  # as if killed: the path stays
+
+    asyncio.run(main())
+    assert path.exists()
+    with pytest.raises(Unavailable, match="sglcache serve"):
+        ask(path)
+    sock, lock = doors.unix(path, "control.socket")
+    doors.close(sock, path, lock)
+    assert not path.exists()

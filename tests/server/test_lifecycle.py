@@ -9,7 +9,6 @@ import pytest
 
 from sglcache.errors import ConfigError, Unavailable
 from sglcache.server import rank as ranks
-from sglcache.server.rank import Rank
 from sglcache.testing.daemon import Daemon, DaemonError, until
 from sglcache.wire.events import AllBlocksCleared, decode_batch
 
@@ -87,15 +86,18 @@ def test_a_drain_has_an_end(folder: Path) -> None:
 
 
 def test_what_nobody_expected_ends_the_rank_and_its_next_life_announces_itself(folder: Path) -> None:
-    daemon = Daemon(folder, prelude=BROKEN_PEEK)
-    client = daemon.client()
-    with pytest.raises(Unavailable):
-        client.peek(TOKENS)
-    assert daemon.process.wait(30) == ranks.EXIT_FAILED
-    assert "ZeroDivisionError: planted" in daemon.said()
-    client.close()
-    with Daemon(folder) as second:
-        assert second.info["epoch"] > daemon.info["epoch"]
+    with Daemon(folder, prelude=BROKEN_PEEK) as daemon:
+        client = daemon.client()
+        with pytest.raises(Unavailable):
+            client.peek(TOKENS)
+        client.close()
+        life = daemon.next_life(daemon.info["ranks"][0]["pid"])
+        assert life["epoch"] > daemon.info["epoch"]
+        assert life["restarts"] == 1
+        assert life["last_exit"]["status"] == ranks.EXIT_FAILED
+        assert life["last_exit"]["why"] == "ended with 70: ZeroDivisionError: planted"
+        assert daemon.status(prove=False)["restarts"] == 1
+        assert "ZeroDivisionError: planted" in daemon.said()
 
 
 def test_numbers_rise_over_lives_even_if_the_clock_steps_back(folder: Path) -> None:
@@ -139,7 +141,7 @@ def test_with_events_off_nothing_is_bound_or_told(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"http": {"enabled": True, "host": "203.0.113.1", "port": 1}}, "http.port"),
+        ({"http": {"enabled": True, "host": "203.0.113.1", "port": 1}}, r"http\.port = 1: 203"),
         ({"events": {"endpoint": "tcp://203.0.113.1:5557"}}, "events.endpoint"),
         ({"control": {"socket": "/proc/nowhere/socket"}}, "control.socket|control socket"),
         ({"state": {"dir": "/proc/nowhere"}}, "state file"),
@@ -162,7 +164,7 @@ def test_http_tells_the_same_rank(folder: Path) -> None:
             assert json.load(answer)["status"] == "ok"
         with urllib.request.urlopen(f"{url}/server_info") as answer:
             info = json.load(answer)
-        assert info["epoch"] == daemon.info["epoch"]
+        assert [rank["epoch"] for rank in info["ranks"]] == [daemon.info["epoch"]]
         assert info["kv_events"]["block_size"] == 4
         with urllib.request.urlopen(f"{url}/metrics") as answer:
             assert b'sglcache_pages{rank="0",resource="full",state="free",tier="device"} 256.0' in answer.read()
@@ -177,8 +179,16 @@ def test_a_state_file_that_makes_no_sense_is_not_worked_around(folder: Path, mon
     state.write_text("nonsense")
     plain = config.parse({"control": {"socket": str(folder / "socket")}})
     with pytest.raises(ConfigError):
-        ranks._numbers(plain, folder / "socket", 0)
+        ranks._numbers(plain, folder / "socket", 0, 0)
+    state.unlink()
+    held = ranks._numbers(plain, folder / "socket", 0, 0)
+    assert held.path == state
+    with pytest.raises(ConfigError, match="a live daemon"):  # nor is another daemon's
+        ranks._numbers(plain, folder / "socket", 0, 0)
+    held.close()
     # A folder that can't be written is: a container's home mostly isn't there.
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
-    assert ranks._numbers(plain, folder / "socket", 0).path == folder / "rank-0.json"
-    assert Rank(plain).health()["status"] == "starting"
+    beside = ranks._numbers(plain, folder / "socket", 0, 7)
+    assert beside.path == folder / "rank-0.json"
+    assert beside.first > 7
+    beside.close()

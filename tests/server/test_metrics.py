@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglcache.core.index import Index, IndexConfig
 from sglcache.net.publisher import PublisherStats
-from sglcache.server.metrics import COUNTERS, GAUGES, STREAM, RankCollector, exposition
+from sglcache.server.metrics import COUNTERS, GAUGES, STREAM, LivesCollector, RankCollector, packed
+from sglcache.server.metrics import page as joined
 
 STREAM_STATS = PublisherStats(
     **dict.fromkeys(PublisherStats.__dataclass_fields__, 7)  # type: ignore[arg-type]
@@ -16,8 +18,7 @@ STREAM_STATS = PublisherStats(
 
 
 def page(index: Index, stream: PublisherStats | None = STREAM_STATS) -> str:
-    collector = RankCollector(3, lambda: (index.stats(), stream), {"version": "1"})
-    return exposition([collector]).decode()
+    return joined([packed(RankCollector(3, lambda: (index.stats(), stream), {"version": "1"}))]).decode()
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -66,3 +67,23 @@ def test_names_and_help_keep_the_rules() -> None:
         assert re.fullmatch(r"sglcache_[a-z_]+", family.name)
         assert family.documentation.endswith(".")
         assert not family.name.endswith("_total"), "the suffix is the sample's"
+
+
+def test_several_ranks_stand_on_one_page_each_family_once() -> None:
+    index = Index(IndexConfig(page_size=4, num_pages=8))
+    ranks = [packed(RankCollector(rank, lambda: (index.stats(), STREAM_STATS), {"version": "1"})) for rank in (0, 2)]
+    # As it comes through the channel.
+    ranks = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks))
+    lives = packed(LivesCollector({0: True, 1: False, 2: True}, {0: 0, 1: 4, 2: 0}))
+    text = joined([lives, *ranks]).decode()
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+    assert len(names) == len(set(names))
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert [found["sglcache_rank_up", str(rank)] for rank in range(3)] == [1, 0, 1]
+    assert [found["sglcache_rank_restarts_total", str(rank)] for rank in range(3)] == [0, 4, 0]
+    assert found["sglcache_stream_sent_batches_total", "0"] == found["sglcache_stream_sent_batches_total", "2"] == 7
+    assert ("sglcache_stream_sent_batches_total", "1") not in found

@@ -23,14 +23,24 @@ def test_a_clock_that_steps_back_does_no_harm(tmp_path: Path) -> None:
                 numbers.reserve(seq)
             assert seq <= numbers.reserved
             highest = seq
+        numbers.close()
     # and when the clock is right again, it is believed
     assert Numbers(path, lambda: 1 << 40, stride=100).first == 1 << 40
+
+
+def test_a_file_that_was_lost_does_no_harm_while_the_supervisor_lives(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    numbers = Numbers(path, lambda: 5_000, stride=100)
+    numbers.close()
+    path.unlink()
+    assert Numbers(path, lambda: 4_000, floor=numbers.reserved, stride=100).first == numbers.reserved + 1
 
 
 def test_numbers_are_reserved_on_disk_before_they_are_used(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
     numbers = Numbers(path, lambda: 1_000, stride=100)
     numbers.reserve(1_050)
+    numbers.close()
     # Killed here: the next life begins above everything that this one may have used.
     assert Numbers(path, lambda: 0, stride=100).first > numbers.reserved == 1_150
 
@@ -40,21 +50,25 @@ def test_the_disk_is_written_once_in_half_a_stride(tmp_path: Path) -> None:
     assert [seq for seq in range(1_000, 1_060) if numbers.low(seq)] == list(range(1_051, 1_060))
 
 
-def test_two_ranks_may_share_a_file(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_for_as_long_as_the_first_counts(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
-    one = Numbers(path, lambda: 1_000, stride=100)
-    other = Numbers(path, lambda: 1_000, stride=100)
-    assert other.first > one.reserved
-    one.reserve(1_060)
-    assert Numbers(path, lambda: 0, stride=100).first > other.reserved
+    one = Numbers(path, lambda: 1_000)
+    with pytest.raises(ConfigError, match=r"another folder with state\.dir") as caught:
+        Numbers(path, lambda: 1_000)
+    assert caught.value.path == "state.dir"
+    Numbers(tmp_path / "rank-1.json", lambda: 1_000).close()
+    one.close()
+    one.close()
+    Numbers(path, lambda: 1_000).close()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"reserved": "7"}', '{"reserved": 7.5}', '{"reserved": true}'])
 def test_a_file_that_says_nothing_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank-0.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="remove it"):
-        Numbers(path, lambda: 1_000)
+    for _ in range(2):  # the refused one holds nothing
+        with pytest.raises(ConfigError, match="remove it"):
+            Numbers(path, lambda: 1_000)
     assert path.read_text() == text
 
 

@@ -9,8 +9,32 @@ from sglcache import paths
 from sglcache.errors import ConfigError
 
 
-def test_a_named_socket_is_the_socket() -> None:
-    assert paths.socket_path(3, {"SGLCACHE_SOCKET": "/a/b"}) == Path("/a/b")
+def test_a_named_socket_is_rank_0s_and_the_others_lie_beside_it() -> None:
+    environ = {"SGLCACHE_SOCKET": "/a/b"}
+    assert [paths.socket_path(offset, environ) for offset in (0, 3)] == [Path("/a/b"), Path("/a/b-3")]
+
+
+def test_supervisors_are_found_by_the_sockets_of_their_first_ranks(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    assert paths.supervisors(None, environ) == []
+    (tmp_path / "sglcache").mkdir()
+    for name in ("rank-10.sock.http", "rank-2.sock.http", "rank-2.sock", "rank-2.sock.http.lock", "rank-x.sock.http"):
+        (tmp_path / "sglcache" / name).touch()
+    assert [path.name for path in paths.supervisors(None, environ)] == ["rank-2.sock.http", "rank-10.sock.http"]
+    for name in ("a.b", "a.b.http", "a.b-1.http", "a.b-c.http", "axb.http"):
+        (tmp_path / name).touch()
+    named = [tmp_path / "a.b.http", tmp_path / "a.b-1.http"]
+    assert paths.supervisors(tmp_path / "a.b") == paths.supervisors(None, {"SGLCACHE_SOCKET": str(tmp_path / "a.b")})
+    assert paths.supervisors(tmp_path / "a.b") == named
+    assert named[0] == paths.supervisor_path(tmp_path / "a.b")
+
+
+def test_a_lock_is_one_holders_until_it_lets_go(tmp_path: Path) -> None:
+    held = paths.lock(tmp_path / "a")
+    with pytest.raises(BlockingIOError):
+        paths.lock(tmp_path / "a")
+    os.close(held)
+    os.close(paths.lock(tmp_path / "a"))
 
 
 def test_the_runtime_folder_comes_first_and_a_private_one_of_the_users_else() -> None:
