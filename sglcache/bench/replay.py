@@ -295,9 +295,11 @@ def outputs(index: int, num_tokens: int) -> npt.NDArray[np.uint32]:
 class Watcher(threading.Thread):
     """Follows the stream in a thread of its own while the clients work, so that reading them waits for nothing."""
 
-    def __init__(self, mirror: Mirror) -> None:
+    def __init__(self, mirror: Mirror, rank: int) -> None:
+        """`rank`: the daemon's rank, by which the mirror knows its blocks."""
         super().__init__(name="sglcache-replay-watcher", daemon=True)
         self.mirror = mirror
+        self.rank = rank
         self.counts: Counter[str] = Counter()
         self.error: BaseException | None = None
         self._enough = threading.Event()
@@ -338,7 +340,8 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
     report = Report(str(options.trace), options.num_clients)
     with contextlib.ExitStack() as stack:
         observer = stack.enter_context(Client(options.socket, role="observer", name="replay"))
-        stream = observer.status()["stream"]
+        facts = observer.status()
+        stream = facts["stream"]
         watcher = None
         if stream is not None:
             mirror = stack.enter_context(Mirror(stream["endpoint"], stream["replay_endpoint"], topic=stream["topic"]))
@@ -346,7 +349,7 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
                 raise Unavailable(f"the stream at {stream['endpoint']} did not answer within {START_S:.0f} s")
             _check_start(observer, mirror)
             batches, payload_bytes = mirror.batches, mirror.payload_bytes
-            watcher = Watcher(mirror)
+            watcher = Watcher(mirror, facts["rank"])
             watcher.start()
             stack.callback(watcher.stop)  # before the mirror is closed
         latencies = _run_clients(options, report, progress)
@@ -370,7 +373,8 @@ def _check_start(observer: Client, mirror: Mirror) -> None:
     """
     facts = observer.status()
     first, epoch = facts["stream"]["ring_first_seq"], facts["epoch"]
-    if first > epoch and any(mirror.hashes(tier) != set(observer.dump(tier).hashes) for tier in _tiers(facts)):
+    rank = facts["rank"]
+    if first > epoch and any(mirror.hashes(tier, rank) != set(observer.dump(tier).hashes) for tier in _tiers(facts)):
         raise Busy(
             f"the stream's ring starts at number {first} and this daemon's life at {epoch}: who joins now can't learn "
             f"what was cached before. Run `sglcache clear` first, or give the daemon a larger events.ring_bytes",
@@ -465,7 +469,7 @@ def _compare(observer: Client, watcher: Watcher, report: Report) -> None:
                 continue
             seq, wanted = dump.seq, set(dump.hashes)
             caught_up = watcher.catch_up(seq, max(0.0, deadline - time.monotonic()))
-            believed = mirror.hashes(tier)
+            believed = mirror.hashes(tier, watcher.rank)
             # Past `seq` the mirror may know more than the dump says: then they are compared at a later number.
             if believed == wanted or not caught_up or mirror.state.next_seq == seq + 1 or time.monotonic() > deadline:
                 break

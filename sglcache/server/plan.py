@@ -56,8 +56,9 @@ def plan(config: Config) -> list[Seat]:
         if events.enabled:
             live = endpoints.parse(events.endpoint, LIVE).offset(0 if connect else offset, LIVE)
             replay = endpoints.parse(events.replay_endpoint, REPLAY).offset(offset, REPLAY)
-        places = (str(it) if it is not None else None for it in (live, replay))
-        seats.append(Seat(offset, dp_rank, pp_rank, str(path), *places, topic_of(config, offset, dp_size)))
+        places = [str(it) if it is not None else None for it in (live, replay)]
+        topic = topic_of(config, offset, dp_size)
+        seats.append(Seat(offset, dp_rank, pp_rank, str(path), places[0], places[1], topic))
     _refuse_overlaps(config, seats)
     return seats
 
@@ -115,7 +116,7 @@ def kv_events(config: Config, seats: list[Seat]) -> dict[str, object] | None:
         "publisher": "zmq",
         "endpoint_host": "*",
         "endpoint_port_base": live,
-        "topic": commonprefix([seat.topic for seat in first]),
+        "topic": commonprefix([seat.topic for seat in first]),  # noqa: RUF071  # of text, not of a path
         "block_size": config.pool.page_size,
         "dp_size": config.parallel.dp_size,
     }

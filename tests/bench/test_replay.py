@@ -19,6 +19,8 @@ from sglcache.errors import ConfigError
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared, Batch, BlockStored
 
+RANK = 3  # of the daemon's ranks
+
 
 def stored(*hashes: int, medium: str = "GPU") -> BlockStored:
     return BlockStored(list(hashes), None, list(range(len(hashes))), 1, None, medium)
@@ -38,15 +40,15 @@ class StillMirror:
         if not self.script:
             return []
         seq, events = self.script.pop(0)
-        news = self.state.apply(seq, Batch(0.0, events, 0))
-        return [Fact(seq, 0, event) for event in news or []]
+        news = self.state.apply(seq, Batch(0.0, events, RANK))
+        return [Fact(seq, RANK, event) for event in news or []]
 
-    def hashes(self, tier: Tier) -> set[int]:
-        return self.state.hashes(tier)
+    def hashes(self, tier: Tier, rank: int) -> set[int]:
+        return self.state.hashes(tier, rank)
 
 
 def compare(mirror: StillMirror, dump: Callable[[Tier], Dump]) -> tuple[Report, Watcher]:
-    watcher = Watcher(cast(Mirror, mirror))
+    watcher = Watcher(cast(Mirror, mirror), RANK)
     report = Report("a trace", 2)
     replay._compare(cast(Client, SimpleNamespace(dump=dump)), watcher, report)
     return report, watcher
