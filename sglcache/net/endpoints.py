@@ -1,8 +1,8 @@
 """Where a rank's sockets are: the rules for tcp:// and ipc:// endpoints, and binding to them.
 
 Every rank has the configured endpoint offset by its number, as routers dial it. An endpoint here binds, whatever its
-host is, unless `dial` is asked for by name. Nothing is resolved or touched before that, and zmq is not loaded before
-it either: the supervisor, which only plans, does without.
+host is, unless `dial` is asked for by name. Nothing is resolved or touched before that, and zmq is not loaded before it
+either: the supervisor, which only plans, does without.
 """
 
 from __future__ import annotations
@@ -139,6 +139,8 @@ def dial(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> 
     """Connect to where a peer binds, now or later. ConfigError: nobody can be there."""
     if endpoint.is_wildcard or (isinstance(endpoint, Tcp) and not endpoint.port):
         raise ConfigError(f"{key}: {endpoint} can't be dialled; name the host and port that the peer binds", path=key)
+    import zmq
+
     try:
         sock.setsockopt(zmq.IPV6, int(isinstance(endpoint, Tcp) and ":" in endpoint.host))
         sock.connect(str(endpoint.dialled()))

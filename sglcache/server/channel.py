@@ -30,7 +30,7 @@ MAX_FRAME = 192 << 10  # bytes; the kernel's default buffer takes no larger mess
 MAX_FDS = 253  # beside one frame: the kernel's SCM_MAX_FD
 
 
-Question: TypeAlias = Literal["facts", "digest", "metrics"]
+About: TypeAlias = Literal["facts", "digest", "metrics"]
 
 
 class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -51,10 +51,10 @@ class Start(Frame):
 
 
 class Ask(Frame):
-    """Wants one Answer: what the rank's method of that name tells."""
+    """Wants one Answer: what the rank's method of this name tells."""
 
     question: int
-    about: Question
+    about: About
 
 
 class Drain(Frame):

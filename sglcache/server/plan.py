@@ -6,10 +6,10 @@ of stages, which is where every router dials, and later stages come behind all r
 
 from __future__ import annotations
 
-import os
-import socket
 from collections import defaultdict
+from os.path import commonprefix
 from pathlib import Path
+from socket import gethostname
 
 from msgspec import Struct
 
@@ -31,7 +31,7 @@ class Seat(Struct, frozen=True):
     socket: str  # the control socket's path
     endpoint: str | None  # None: events are off
     replay_endpoint: str | None
-    topic: str  # the first frame of every message
+    topic: str = ""  # the first frame of every message
 
     def __str__(self) -> str:
         return f"rank {self.offset} (dp {self.dp_rank}, pp {self.pp_rank})"
@@ -41,26 +41,24 @@ def plan(config: Config) -> list[Seat]:
     """The seats of this host, by offset. ConfigError: a port would leave 1..65535, or two sockets would be one."""
     dp_size, pp_size = config.parallel.dp_size, config.parallel.pp_size
     events = config.events
+    connect = events.mode == "connect"  # then all ranks dial the one subscriber; their topics tell them apart
     if events.enabled:
-        for key, text in ((LIVE, events.endpoint), (REPLAY, events.replay_endpoint))[events.mode == "connect" :]:
-            endpoints.parse(text, key).offset(dp_size * pp_size - 1, key)
+        for key, text in ((LIVE, events.endpoint), (REPLAY, events.replay_endpoint)):
+            if not (connect and key == LIVE):
+                endpoints.parse(text, key).offset(dp_size * pp_size - 1, key)
     seats = []
     for dp_rank, pp_rank in config.parallel.local():
         offset = pp_rank * dp_size + dp_rank
-        base = config.control.socket
-        path = paths.beside(base, offset) if base is not None else paths.socket_path(offset)
+        socket = config.control.socket
+        path = paths.beside(socket, offset) if socket is not None else paths.socket_path(offset)
         live: Endpoint | None = None
         replay: Endpoint | None = None
         if events.enabled:
-            live = endpoints.parse(events.endpoint, LIVE)
-            if events.mode == "bind":  # else every rank dials the one subscriber, and their topics tell them apart
-                live = live.offset(offset, LIVE)
+            live = endpoints.parse(events.endpoint, LIVE).offset(0 if connect else offset, LIVE)
             replay = endpoints.parse(events.replay_endpoint, REPLAY).offset(offset, REPLAY)
-        topic = events.topic.format(
-            host=socket.gethostname(), model=config.model_name, rank=offset, dp_rank=dp_rank, pp_rank=pp_rank
-        )
-        bound = [str(it) if it else None for it in (live, replay)]
-        seats.append(Seat(offset, dp_rank, pp_rank, str(path), bound[0], bound[1], topic))
+        places = [str(it) if it is not None else None for it in (live, replay)]
+        topic = topic_of(config, offset, dp_size)
+        seats.append(Seat(offset, dp_rank, pp_rank, str(path), places[0], places[1], topic))
     _refuse_overlaps(config, seats)
     return seats
 
@@ -72,8 +70,8 @@ def _refuse_overlaps(config: Config, seats: list[Seat]) -> None:
     if config.http.enabled:
         wanted.append(("the supervisor", "http.port", Tcp(config.http.host, config.http.port)))
     for seat in seats:
-        for key, text in ((LIVE, seat.endpoint), (REPLAY, seat.replay_endpoint))[config.events.mode == "connect" :]:
-            if text is not None:
+        for key, text in ((LIVE, seat.endpoint), (REPLAY, seat.replay_endpoint)):
+            if text is not None and not (key == LIVE and config.events.mode == "connect"):
                 wanted.append((str(seat), key, endpoints.parse(text, key)))
     for who, key, endpoint in wanted:
         if isinstance(endpoint, Tcp) and not endpoint.port:
@@ -90,26 +88,37 @@ def _refuse_overlaps(config: Config, seats: list[Seat]) -> None:
         near.append((who, key, endpoint))
 
 
-def kv_events(seats: list[Seat], *, block_size: int, dp_size: int) -> dict[str, object] | None:
+def topic_of(config: Config, offset: int, dp_size: int = 1) -> str:
+    """The first frame of every message of rank `offset`."""
+    return config.events.topic.format(
+        host=gethostname(),
+        model=config.model_name,
+        rank=offset,
+        dp_rank=offset % dp_size,
+        pp_rank=offset // dp_size,
+    )
+
+
+def kv_events(config: Config, seats: list[Seat]) -> dict[str, object] | None:
     """The block of /server_info by which routers find the streams, as SGLang gives it; None where they could not.
 
     `seats` have the endpoints as bound. A subscriber dials port base + r on the host that it asked, for r in
     0..dp_size-1: the first pipeline stage's. `endpoint_host` is always "*": one consumer refuses to start on anything
-    else. Where the system chose the ports of several ranks there is no base, and where a host has later stages only
-    there is nothing to dial: the ranks of /server_info then say where each is. ZMQ subscribes by prefix, so the topic
-    is what theirs have in common.
+    else. `topic` is what the ranks' topics begin with, for a subscription is to a beginning. Where the system chose the
+    ports of several ranks there is no base, and where a host has later stages only, or its ranks dial, there is nothing
+    to dial: the ranks of /server_info then say where each is.
     """
     first = [seat for seat in seats if seat.pp_rank == 0]
     live = _base([(seat.offset, seat.endpoint) for seat in first])
-    if live is None:
+    if live is None or config.events.mode == "connect":
         return None
     block: dict[str, object] = {
         "publisher": "zmq",
         "endpoint_host": "*",
         "endpoint_port_base": live,
-        "topic": os.path.commonprefix([seat.topic for seat in first]),  # noqa: RUF071  # of characters it shall be
-        "block_size": block_size,
-        "dp_size": dp_size,
+        "topic": commonprefix([seat.topic for seat in first]),  # noqa: RUF071  # of text, not of a path
+        "block_size": config.pool.page_size,
+        "dp_size": config.parallel.dp_size,
     }
     replay = _base([(seat.offset, seat.replay_endpoint) for seat in first])
     if replay is not None:

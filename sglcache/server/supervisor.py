@@ -36,7 +36,7 @@ from sglcache import paths
 from sglcache.config import Config
 from sglcache.errors import ConfigError, SglcacheError, StartError
 from sglcache.server import doors
-from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Question, Ready, Start, Word
+from sglcache.server.channel import About, Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start, Word
 from sglcache.server.notify import notify
 from sglcache.server.plan import Seat, kv_events, plan
 from sglcache.wire import control
@@ -461,7 +461,7 @@ class Supervisor:
             "dp_size": parallel.dp_size,
             "pp_size": parallel.pp_size,
             "hash": config.events.hash,
-            "kv_events": kv_events(seats, block_size=config.pool.page_size, dp_size=parallel.dp_size),
+            "kv_events": kv_events(config, seats),
             "pipeline_endpoints": [
                 {
                     "rank": seat.offset,
@@ -479,11 +479,13 @@ class Supervisor:
         }
 
     async def digest(self) -> dict[str, Any]:
-        told = await self._ask("digest")
+        """What a mirror of each rank must have, as of the number `seq` of its stream; nothing of one that is away."""
+        digests = await self._ask("digest")
         return {
             "ranks": [
-                {"rank": child.seat.offset, **(each or {"seq": None})}
-                for child, each in zip(self.children, told, strict=True)
+                {"rank": child.seat.offset, "dp_rank": child.seat.dp_rank, "pp_rank": child.seat.pp_rank, **digest}
+                for child, digest in zip(self.children, digests, strict=True)
+                if digest is not None
             ]
         }
 
@@ -498,7 +500,7 @@ class Supervisor:
         )
         return metrics.page([metrics.packed(lives), *filter(None, families)])
 
-    async def _ask(self, about: Question) -> list[Any]:
+    async def _ask(self, about: About) -> list[Any]:
         """What each rank answers; None of one that does not, in time."""
         asked: list[asyncio.Future[Any] | None] = []
         for child in self.children:

@@ -6,14 +6,25 @@ from typing import Any
 
 import pytest
 
-from sglcache import config, paths
+from sglcache import paths
+from sglcache.config import Config, parse
 from sglcache.errors import ConfigError
 from sglcache.server.plan import Seat, kv_events, plan
 
 
-def planned(dp_size: int, pp_size: int, **sections: dict[str, Any]) -> list[Seat]:
+def configured(dp_size: int, pp_size: int, **sections: dict[str, Any]) -> Config:
     parallel = {"dp_size": dp_size, "pp_size": pp_size, **sections.pop("parallel", {})}
-    return plan(config.parse({"parallel": parallel, **sections}))
+    return parse({"parallel": parallel, **sections})
+
+
+def planned(dp_size: int, pp_size: int, **sections: dict[str, Any]) -> list[Seat]:
+    return plan(configured(dp_size, pp_size, **sections))
+
+
+def test_ranks_that_dial_all_dial_the_one_subscriber() -> None:
+    seats = planned(2, 2, events={"endpoint": "tcp://router:65535", "mode": "connect"})
+    assert {seat.endpoint for seat in seats} == {"tcp://router:65535"}
+    assert [seat.replay_endpoint for seat in seats] == [f"tcp://127.0.0.1:{5657 + offset}" for offset in range(4)]
 
 
 @pytest.mark.parametrize(("dp_size", "pp_size"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
@@ -97,13 +108,13 @@ def test_a_range_beyond_the_last_port_is_refused_on_every_host(key: str) -> None
 # -- what a router is told ---------------------------------------------------------------------------------
 
 
-def told(seats: list[Seat], dp_size: int) -> dict[str, object] | None:
-    return kv_events(seats, topic="kv", block_size=16, dp_size=dp_size)
+def told(dp_size: int, pp_size: int, **sections: Any) -> dict[str, object] | None:
+    made = configured(dp_size, pp_size, **sections)
+    return kv_events(made, plan(made))
 
 
 def test_kv_events_is_sglangs_block() -> None:
-    events = {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://[::1]:5657"}
-    assert told(planned(2, 2, events=events), 2) == {
+    assert told(2, 2, events={"replay_endpoint": "tcp://[::1]:5657", "topic": "kv"}) == {
         "publisher": "zmq",
         "endpoint_host": "*",
         "endpoint_port_base": 5557,
@@ -115,18 +126,28 @@ def test_kv_events_is_sglangs_block() -> None:
 
 
 def test_the_base_is_the_same_on_a_host_with_some_of_the_replicas() -> None:
-    block = told(planned(4, 1, parallel={"dp_ranks": [2, 3]}), 4)
+    block = told(4, 1, parallel={"dp_ranks": [2, 3]})
     assert block is not None
     assert block["endpoint_port_base"] == 5557
 
 
+def test_topics_that_differ_are_told_by_what_they_begin_with() -> None:
+    events = {"topic": "kv@{model}@{rank}"}
+    assert [seat.topic for seat in planned(2, 1, events=events)] == ["kv@default@0", "kv@default@1"]
+    one, two = told(1, 2, events=events), told(2, 1, events=events)
+    assert one is not None
+    assert two is not None
+    assert (one["topic"], two["topic"]) == ("kv@default@0", "kv@default@")
+
+
 def test_a_port_that_the_system_chose_can_be_told_for_one_replica_and_not_for_two() -> None:
+    made = configured(2, 1)
     one = Seat(0, 0, 0, "/s", "tcp://127.0.0.1:40001", "tcp://127.0.0.1:40009")
-    block = told([one], 1)
+    block = kv_events(configured(1, 1), [one])
     assert block is not None
     assert (block["endpoint_port_base"], block["replay_endpoint_port_base"]) == (40001, 40009)
-    assert told([one, Seat(1, 1, 0, "/s", "tcp://127.0.0.1:40005", None)], 2) is None
-    lucky = told([one, Seat(1, 1, 0, "/s", "tcp://127.0.0.1:40002", None)], 2)
+    assert kv_events(made, [one, Seat(1, 1, 0, "/s", "tcp://127.0.0.1:40005", None)]) is None
+    lucky = kv_events(made, [one, Seat(1, 1, 0, "/s", "tcp://127.0.0.1:40002", None)])
     assert lucky is not None
     assert "replay_endpoint_port_base" not in lucky
 
@@ -138,7 +159,8 @@ def test_a_port_that_the_system_chose_can_be_told_for_one_replica_and_not_for_tw
         {"events": {"enabled": False}},
         {"events": {"endpoint": "tcp://127.0.0.1:0"}},  # not bound yet
         {"parallel": {"pp_ranks": [1]}},  # nothing here that a router dials
+        {"events": {"mode": "connect"}},  # the ranks dial
     ],
 )
 def test_kv_events_is_null_where_no_router_could_dial(sections: dict[str, Any]) -> None:
-    assert told(planned(2, 2, **sections), 2) is None
+    assert told(2, 2, **sections) is None

@@ -15,7 +15,7 @@ from sglcache import config as configuration
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
 from sglcache.errors import BadRequest, ConfigError
-from sglcache.server.plan import kv_events, plan
+from sglcache.server.plan import topic_of
 from sglcache.testing.daemon import Daemon, until
 
 END = b"\xff" * 8
