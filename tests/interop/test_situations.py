@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(180)]
 DOCS = Path(__file__).parents[2] / "docs/events.md"
 TIERED = MIRROR, DYNAMO, DYNAMO_LIVE = "`Mirror`", "Dynamo, with replay", "Dynamo, without"
 RADIXVIEW = "RadixView, one tier"
-EXACT, REANNOUNCED, NEVER, NOTHING = "exact", "exact after re-announce", "never", "–"
+EXACT, REANNOUNCED, REGISTERED, NOTHING = "exact", "exact after re-announce", "exact after registering again", "–"
 HEARD_S = 20.0  # for a consumer to believe what it should
 QUIET_S = 10 * HEARTBEAT_S  # after which a consumer that does not believe it yet never will by itself
 
@@ -43,7 +43,7 @@ def table() -> dict[str, dict[str, str]]:
 
 def claim(cell: str) -> str:
     """The claim at the start of a cell; what follows it is why."""
-    found = re.match(f"{REANNOUNCED}|{EXACT}|{NEVER}|{NOTHING}", cell)
+    found = re.match(f"{REANNOUNCED}|{REGISTERED}|{EXACT}|{NOTHING}", cell)
     assert found, f"{cell!r} claims nothing"
     return found.group()
 
@@ -159,6 +159,10 @@ def run(scene: Scene, situation: str, watchers: dict[str, Watcher]) -> None:
     claims = {name: claim(table()[situation][name]) for name in watchers}
     present = {name: watcher for name, watcher in watchers.items() if claims[name] != NOTHING}
     happens = SITUATIONS[situation]
+
+    def those(*claimed: str) -> dict[str, Watcher]:
+        return {name: watcher for name, watcher in present.items() if claims[name] in claimed}
+
     scene.start()
     scene.mend()
     if happens is before_they_join:
@@ -169,29 +173,35 @@ def run(scene: Scene, situation: str, watchers: dict[str, Watcher]) -> None:
         scene.drive(30)
         expect_exact(scene, present)
         happens(scene)
-    expect_exact(scene, {name: watcher for name, watcher in present.items() if claims[name] == EXACT})
-    others = {name: watcher for name, watcher in present.items() if claims[name] != EXACT}
-    if others:
+    expect_exact(scene, those(EXACT))
+    if others := those(REANNOUNCED, REGISTERED):
         eventually(lambda: not all(watcher.wrong(scene) for watcher in others.values()), QUIET_S)
-        for name, watcher in others.items():
-            assert watcher.wrong(scene), f"{name} is exact, and the table says {claims[name]!r}"
+        expect_wrong(scene, others, "by itself")
         reannounce(scene)
-        expect_exact(scene, {name: watcher for name, watcher in present.items() if claims[name] != NEVER})
-        for name in present:
-            if claims[name] == NEVER:
-                assert present[name].wrong(scene), f"{name} is exact after a re-announce, and the table says never"
+        expect_exact(scene, those(EXACT, REANNOUNCED))
+    if lost := those(REGISTERED):
+        expect_wrong(scene, lost, "after a re-announce")
+        for watcher in lost.values():
+            watcher.leave()
+        join(scene, lost, already=len(present) - len(lost))
+        expect_exact(scene, lost)
 
 
-def join(scene: Scene, watchers: dict[str, Watcher]) -> None:
+def join(scene: Scene, watchers: dict[str, Watcher], already: int = 0) -> None:
     for watcher in watchers.values():
         watcher.join(scene)
-    assert eventually(lambda: stream(scene)["subscriptions"] == len(watchers), HEARD_S), stream(scene)
+    assert eventually(lambda: stream(scene)["subscriptions"] == already + len(watchers), HEARD_S), stream(scene)
 
 
 def expect_exact(scene: Scene, watchers: dict[str, Watcher]) -> None:
     for name, watcher in watchers.items():
         eventually(lambda watcher=watcher: not watcher.wrong(scene), HEARD_S)
         assert not (wrong := watcher.wrong(scene)), f"{name} is not exact: {wrong}"
+
+
+def expect_wrong(scene: Scene, watchers: dict[str, Watcher], when: str) -> None:
+    for name, watcher in watchers.items():
+        assert watcher.wrong(scene), f"{name} is exact {when}, and the table says that it is not"
 
 
 @pytest.fixture

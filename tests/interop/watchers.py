@@ -24,6 +24,9 @@ class Watcher(Protocol):
     def join(self, scene: Scene) -> None:
         """Follow the scene from now on, over its links."""
 
+    def leave(self) -> None:
+        """Follow it no more, and forget what was believed."""
+
     def wrong(self, scene: Scene) -> str:
         """How what it believes differs from what the index holds now; empty if it does not."""
 
@@ -53,9 +56,12 @@ class MirrorWatcher:
         self.mirror.step(0)
         return differences({tier: self.mirror.hashes(tier) for tier in (Tier.DEVICE, Tier.HOST)}, scene.blocks())
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self.mirror is not None:
             self.mirror.close()
+            self.mirror = None
+
+    close = leave
 
 
 class IndexerWatcher:
@@ -117,9 +123,12 @@ class RadixViewWatcher:
         truth = scene.blocks()
         return differences({Tier.DEVICE: set(self.view.drawn())}, {Tier.DEVICE: set().union(*truth.values())})
 
-    def close(self) -> None:
+    def leave(self) -> None:
         if self.view is not None:
             self.view.__exit__(None, None, None)
+            self.view = None
+
+    close = leave
 
 
 @contextmanager
