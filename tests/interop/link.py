@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
@@ -51,9 +52,7 @@ class Link:
         self._answers_left = None
 
     def close(self) -> None:
-        self.cut()
-        self._server.close()
-        self._run(self._server.wait_closed())
+        self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -76,6 +75,12 @@ class Link:
             task.cancel()
         await asyncio.gather(*pairs, return_exceptions=True)
 
+    async def _end(self) -> None:
+        self._server.close()
+        await self._cut(None)
+        await asyncio.sleep(0)  # a connection that was accepted meanwhile begins, and finds the link cut
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -90,7 +95,13 @@ class Link:
             self._pairs.discard(task)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: int) -> None:
-        answers, requests = await asyncio.open_connection("127.0.0.1", target)
+        opening = asyncio.ensure_future(asyncio.open_connection("127.0.0.1", target))
+        try:
+            answers, requests = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                (await opening)[1].transport.abort()
+            raise
         ways = [
             asyncio.ensure_future(self._pass_on(reader, requests)),
             asyncio.ensure_future(self._pass_on(answers, writer, answer=True)),

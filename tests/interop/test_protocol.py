@@ -127,10 +127,11 @@ def test_a_replay_from_the_future_is_its_end(seen: Seen, asker: Asker) -> None:
         assert asker.answer() == []
 
 
-def test_a_replay_from_0_begins_with_the_life(seen: Seen, asker: Asker) -> None:
-    asker.ask(b"", number(0))
+def test_a_replay_from_the_lifes_first_number_begins_with_the_life(seen: Seen, asker: Asker) -> None:
+    asker.ask(b"", number(seen.daemon.info["epoch"]))
     events = [event for frames in asker.answer() for event in msgspec.msgpack.decode(frames[-1])[1]]
     assert events[0] == {"type": "AllBlocksCleared"}
+    assert len(events) > len(seen.batches)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_the_superset_suits_vllms_types(tmp_path: Path) -> None:
             observer.clear("host")
             observer.clear()
         asker = Asker(opened.enter_context(connected(zmq.DEALER, daemon.info["stream"]["replay_endpoint"])))
-        asker.ask(b"", number(0))
+        asker.ask(b"", number(daemon.info["epoch"]))
         batches = [msgspec.msgpack.decode(frames[-1], type=VllmBatch) for frames in asker.answer()]
         kinds = {type(event) for batch in batches for event in batch.events}
         assert kinds == {VllmStored, VllmRemoved, VllmCleared}

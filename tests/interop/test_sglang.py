@@ -61,7 +61,7 @@ def published(folder: Path, events: dict[str, Any], *names: dict[str, str]) -> l
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(daemon.info["stream"]["replay_endpoint"])
-            dealer.send_multipart([b"", bytes(8)])
+            dealer.send_multipart([b"", daemon.info["epoch"].to_bytes(8, "big")])
             payloads = []
             while True:
                 assert dealer.poll(HEARD_MS)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(180)]
 DOCS = Path(__file__).parents[2] / "docs/events.md"
 TIERED = MIRROR, DYNAMO, DYNAMO_LIVE = "`Mirror`", "Dynamo, with replay", "Dynamo, without"
 RADIXVIEW = "RadixView, one tier"
-EXACT, REANNOUNCED, REGISTERED, NOTHING = "exact", "exact after re-announce", "exact after registering again", "–"
+EXACT, ANNOUNCED, REGISTERED, NOTHING = "exact", "exact once announced", "exact once registered again", "–"
 HEARD_S = 20.0  # for a consumer to believe what it should
 QUIET_S = 10 * HEARTBEAT_S  # after which a consumer that does not believe it yet never will by itself
 
@@ -43,7 +43,7 @@ def table() -> dict[str, dict[str, str]]:
 
 def claim(cell: str) -> str:
     """The claim at the start of a cell; what follows it is why."""
-    found = re.match(f"{REANNOUNCED}|{REGISTERED}|{EXACT}|{NOTHING}", cell)
+    found = re.match(f"{ANNOUNCED}|{REGISTERED}|{EXACT}|{NOTHING}", cell)
     assert found, f"{cell!r} claims nothing"
     return found.group()
 
@@ -139,10 +139,10 @@ def stream(scene: Scene) -> dict[str, Any]:
     return facts
 
 
-def reannounce(scene: Scene) -> None:
+def announce(scene: Scene) -> None:
     assert scene.daemon is not None
-    with scene.daemon.client() as client:
-        client.reannounce()
+    with scene.daemon.observer() as observer:
+        observer.announce()
 
 
 def clear(scene: Scene, tier: Tier | None) -> None:
@@ -174,13 +174,13 @@ def run(scene: Scene, situation: str, watchers: dict[str, Watcher]) -> None:
         expect_exact(scene, present)
         happens(scene)
     expect_exact(scene, those(EXACT))
-    if others := those(REANNOUNCED, REGISTERED):
+    if others := those(ANNOUNCED, REGISTERED):
         eventually(lambda: not all(watcher.wrong(scene) for watcher in others.values()), QUIET_S)
         expect_wrong(scene, others, "by itself")
-        reannounce(scene)
-        expect_exact(scene, those(EXACT, REANNOUNCED))
+        announce(scene)
+        expect_exact(scene, those(EXACT, ANNOUNCED))
     if lost := those(REGISTERED):
-        expect_wrong(scene, lost, "after a re-announce")
+        expect_wrong(scene, lost, "after an announcement")
         for watcher in lost.values():
             watcher.leave()
         join(scene, lost, already=len(present) - len(lost))
@@ -210,15 +210,15 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-REANNOUNCE, SNAPSHOT = "a re-announce is not built yet", "a replay older than the ring is not a snapshot yet"
+ANNOUNCE, SNAPSHOT = "announcements are not built yet", "a replay older than the ring is not a snapshot yet"
 NOT_YET = {  # what the table claims already, and why it is not so
-    "the rank is killed, and starts again": REANNOUNCE,
-    "the daemon is stopped, and starts again": REANNOUNCE,
-    "it starts again with the clock set back": REANNOUNCE,
-    "cut off for less than the ring holds": REANNOUNCE,
-    "cut off for more than the ring holds": f"{SNAPSHOT}, and {REANNOUNCE}",
-    "joins late, when the stream is idle and older than the ring": f"{SNAPSHOT}, and {REANNOUNCE}",
-    "the rank is killed in the middle of a replay": REANNOUNCE,
+    "the rank is killed, and starts again": ANNOUNCE,
+    "the daemon is stopped, and starts again": ANNOUNCE,
+    "it starts again with the clock set back": ANNOUNCE,
+    "cut off for less than the ring holds": ANNOUNCE,
+    "cut off for more than the ring holds": f"{SNAPSHOT}, and {ANNOUNCE}",
+    "joins late, when the stream is idle and older than the ring": f"{SNAPSHOT}, and {ANNOUNCE}",
+    "the rank is killed in the middle of a replay": ANNOUNCE,
 }
 
 
