@@ -78,8 +78,8 @@ class Link:
     async def _end(self) -> None:
         self._server.close()
         await self._cut(None)
-        await asyncio.sleep(0)  # a connection that was accepted meanwhile begins, and finds the link cut
-        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # accepted meanwhile: they find the link cut
+            await asyncio.gather(*others, return_exceptions=True)
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

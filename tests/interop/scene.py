@@ -7,11 +7,13 @@ tier. Both leave it as it is.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from consumers import NONE, Overlap
+from consumers import NONE, Overlap, eventually
 from link import Link
 
 from sglcache.client import Client
@@ -20,6 +22,7 @@ from sglcache.testing.daemon import Daemon
 from sglcache.units import Tier
 
 HEARTBEAT_S = 0.2
+WORK_S = 30.0
 VOCAB = 128_000
 Names = Mapping[str, str]  # the namespace, as `acquire` takes it
 PLAIN: Names = {}
@@ -88,6 +91,44 @@ class Scene:
                 self.prompts.append(self._prompt(names(self.rng)))
                 commit(client, self.prompts[-1])
         self.daemon.settle()
+
+    @contextmanager
+    def kept(self, prompt: Prompt) -> Iterator[None]:
+        """What is cached of the prompt is not evicted meanwhile."""
+        assert self.daemon is not None
+        with self.daemon.client() as client, client.acquire(prompt.tokens, **prompt.names):
+            yield
+
+    @contextmanager
+    def at_work(self) -> Iterator[Callable[[int], None]]:
+        """A runner that commits one prompt after the other meanwhile; what it gives waits for so many more of them."""
+        assert self.daemon is not None
+        enough, failed, daemon = threading.Event(), list[BaseException](), self.daemon
+
+        def work() -> None:
+            try:
+                with daemon.client() as client:
+                    while not enough.is_set():
+                        self.prompts.append(self._prompt(PLAIN))
+                        commit(client, self.prompts[-1])
+            except BaseException as error:
+                failed.append(error)
+
+        def wait(prompts: int) -> None:
+            goal = len(self.prompts) + prompts
+            eventually(lambda: len(self.prompts) >= goal or bool(failed), WORK_S)
+            assert not failed, failed
+            assert len(self.prompts) >= goal
+
+        thread = threading.Thread(target=work, name="runner")
+        thread.start()
+        try:
+            yield wait
+        finally:
+            enough.set()
+            thread.join()
+        assert not failed, failed
+        daemon.settle()
 
     def _prompt(self, names: Names) -> Prompt:
         page = self.page_size

@@ -235,7 +235,6 @@ def test_vllms_types_miss_lora_name_in_sglangs_maps(seen: Seen) -> None:
         msgspec.msgpack.decode(payload, type=VllmBatch)
 
 
-@pytest.mark.xfail(strict=True, reason="events.encoding is not built yet")
 def test_the_superset_suits_vllms_types(tmp_path: Path) -> None:
     with ExitStack() as opened:
         daemon = opened.enter_context(Daemon(tmp_path, events={"encoding": "superset"}))

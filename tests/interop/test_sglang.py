@@ -90,7 +90,6 @@ def test_maps_are_sglangs_to_the_byte(sglang: ModuleType, tmp_path: Path) -> Non
     check(sglang, published(tmp_path, {}, {}, *options, together))
 
 
-@pytest.mark.xfail(strict=True, reason="events.encoding is not built yet")
 @pytest.mark.parametrize("version", ["0.5.19"])
 def test_arrays_are_sglangs_to_the_byte(sglang: ModuleType, tmp_path: Path) -> None:
     check(sglang, published(tmp_path, {"encoding": "array"}, {}, {"cache_salt": "tenant"}, {"session_id": "chat"}))

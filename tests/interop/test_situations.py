@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ EXACT, ANNOUNCED, REGISTERED, NOTHING = "exact", "exact once announced", "exact 
 HEARD_S = 20.0  # for a consumer to believe what it should
 QUIET_S = 10 * HEARTBEAT_S  # after which a consumer that does not believe it yet never will by itself
 
+EVENTS = {"ring_bytes": 1 << 16, "max_blocks": 16}  # a ring that is soon full; a snapshot of many frames
 OLD_CLOCK = """
 import time
 time.time_ns = lambda: 1_000_000_000
@@ -91,6 +92,10 @@ def before_they_join(scene: Scene) -> None:
     overflow(scene)
 
 
+def while_they_join(scene: Scene) -> None:
+    """A runner commits and evicts on, while they are told what was there before: see `run`."""
+
+
 def killed_in_a_replay(scene: Scene) -> None:
     scene.live.cut()
     scene.drive(40)
@@ -120,6 +125,7 @@ SITUATIONS: dict[str, Callable[[Scene], None]] = {
     "cut off for less than the ring holds": cut_off_shortly,
     "cut off for more than the ring holds": cut_off_for_long,
     "joins late, when the stream is idle and older than the ring": before_they_join,
+    "joins late, while runners are at work": while_they_join,
     "the rank is killed in the middle of a replay": killed_in_a_replay,
     "one tier is cleared": one_tier_cleared,
     "all tiers are cleared (AllBlocksCleared)": all_cleared,
@@ -139,10 +145,13 @@ def stream(scene: Scene) -> dict[str, Any]:
     return facts
 
 
-def announce(scene: Scene) -> None:
+def announce(scene: Scene, at_work: bool) -> None:
+    """Have all told anew; `at_work`: while a runner commits and evicts on."""
     assert scene.daemon is not None
-    with scene.daemon.observer() as observer:
+    with scene.daemon.observer() as observer, scene.at_work() if at_work else nullcontext() as wait:
         observer.announce()
+        if wait is not None:
+            wait(50)
 
 
 def clear(scene: Scene, tier: Tier | None) -> None:
@@ -168,6 +177,12 @@ def run(scene: Scene, situation: str, watchers: dict[str, Watcher]) -> None:
     if happens is before_they_join:
         happens(scene)
         join(scene, present)
+    elif happens is while_they_join:
+        scene.drive(10)
+        with scene.kept(scene.prompts[0]), scene.at_work() as wait:
+            wait(20)
+            join(scene, present)
+            wait(50)
     else:
         join(scene, present)
         scene.drive(30)
@@ -177,7 +192,7 @@ def run(scene: Scene, situation: str, watchers: dict[str, Watcher]) -> None:
     if others := those(ANNOUNCED, REGISTERED):
         eventually(lambda: not all(watcher.wrong(scene) for watcher in others.values()), QUIET_S)
         expect_wrong(scene, others, "by itself")
-        announce(scene)
+        announce(scene, at_work=happens is while_they_join)
         expect_exact(scene, those(EXACT, ANNOUNCED))
     if lost := those(REGISTERED):
         expect_wrong(scene, lost, "after an announcement")
@@ -210,34 +225,17 @@ def opened() -> Iterator[ExitStack]:
         yield stack
 
 
-ANNOUNCE, SNAPSHOT = "announcements are not built yet", "a replay older than the ring is not a snapshot yet"
-NOT_YET = {  # what the table claims already, and why it is not so
-    "the rank is killed, and starts again": ANNOUNCE,
-    "the daemon is stopped, and starts again": ANNOUNCE,
-    "it starts again with the clock set back": ANNOUNCE,
-    "cut off for less than the ring holds": ANNOUNCE,
-    "cut off for more than the ring holds": f"{SNAPSHOT}, and {ANNOUNCE}",
-    "joins late, when the stream is idle and older than the ring": f"{SNAPSHOT}, and {ANNOUNCE}",
-    "the rank is killed in the middle of a replay": ANNOUNCE,
-}
-
-
-def rows(*consumers: str) -> list[Any]:
+def rows(*consumers: str) -> list[str]:
     """The situations of which the table claims something for one of them."""
-    found = []
-    for situation in SITUATIONS:
-        if any(claim(table()[situation][consumer]) != NOTHING for consumer in consumers):
-            why = NOT_YET.get(situation)
-            marks = [pytest.mark.xfail(strict=True, reason=why)] if why else []
-            found.append(pytest.param(situation, marks=marks))
-    return found
+    claims = table()
+    return [name for name in SITUATIONS if any(claim(claims[name][consumer]) != NOTHING for consumer in consumers)]
 
 
 @pytest.mark.parametrize("situation", rows(*TIERED))
 def test_consumers_that_know_tiers_do_as_the_table_claims(
     situation: str, tmp_path: Path, shim: Path, opened: ExitStack
 ) -> None:
-    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events={"ring_bytes": 1 << 16})))
+    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events=EVENTS)))
     indexer = opened.enter_context(Indexer(tmp_path, shim))
     watchers: dict[str, Watcher] = {
         MIRROR: opened.enter_context(closing(MirrorWatcher())),
@@ -249,8 +247,7 @@ def test_consumers_that_know_tiers_do_as_the_table_claims(
 
 @pytest.mark.parametrize("situation", rows(RADIXVIEW))
 def test_radixview_does_as_the_table_claims(situation: str, tmp_path: Path, shim: Path, opened: ExitStack) -> None:
-    sections = {"host": {"num_tokens": 0}, "events": {"ring_bytes": 1 << 16}}
-    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", **sections)))
+    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", host={"num_tokens": 0}, events=EVENTS)))
     run(scene, situation, {RADIXVIEW: opened.enter_context(closing(RadixViewWatcher(tmp_path, shim)))})
 
 
