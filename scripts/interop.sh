@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The tests against other people's consumers of the event stream. They get a virtual environment of their own,
+# .venv-interop, so that what they need does not decide what sglcache runs with (and pins nothing for it): the tests run
+# in .venv and start them from there. Arguments go to pytest.
+#   PYTHON=...        the Python to build it from (3.11 or later)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv-interop
+python=${PYTHON:-python3}
+
+command -v cc >/dev/null || {
+    echo "interop: a C compiler is needed (cc); on Debian and Ubuntu: apt-get install build-essential" >&2
+    exit 1
+}
+pins() { # pins KEY...: the strings of a list in pyproject.toml, a line each
+    .venv/bin/python - "$@" <<'PY'
+import sys, tomllib
+found = tomllib.load(open("pyproject.toml", "rb"))
+for key in sys.argv[1:]:
+    found = found[key]
+print("\n".join(found))
+PY
+}
+wanted=$(pins dependency-groups interop; pins tool sglcache interop sglang)
+if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
+    "$python" -m venv --clear "$venv"
+    pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+    echo "interop: $(pins dependency-groups interop | paste -sd ' ')"
+    pins dependency-groups interop | "${pip[@]}" install -qq -r /dev/stdin
+    # Of SGLang one module is read, for its event classes; nothing of it is installed. Its wheel may not be there for
+    # this Python and platform: then the tests that need it are skipped, and say so.
+    mkdir "$venv/sglang"
+    for version in $(pins tool sglcache interop sglang); do
+        echo "interop: the event classes of SGLang $version"
+        if "${pip[@]}" download -qq --no-deps --only-binary :all: -d "$venv/wheels" "sglang==$version"; then
+            "$venv/bin/python" -c '
+import sys, zipfile
+sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("sglang/srt/disaggregation/kv_events.py"))
+' "$venv"/wheels/sglang-"$version"-*.whl >"$venv/sglang/kv_events-$version.py"
+        fi
+        rm -rf "$venv/wheels"
+    done
+    echo "$wanted" >"$venv/installed"
+fi
+exec .venv/bin/python -m pytest -m interop tests/interop -rs "$@"

@@ -1,0 +1,255 @@
+"""What each consumer believes after what happens to a stream. The claims are the table in docs/events.md, cell by cell.
+
+A row is run once for the consumers that know tiers and once, on a daemon with the device tier alone, for RadixView.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from consumers import Indexer, eventually
+from scene import HEARTBEAT_S, Scene
+from watchers import IndexerWatcher, MirrorWatcher, RadixViewWatcher, Watcher
+
+from sglcache.units import Tier
+
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(180)]
+
+DOCS = Path(__file__).parents[2] / "docs/events.md"
+TIERED = MIRROR, DYNAMO, DYNAMO_LIVE = "`Mirror`", "Dynamo, with replay", "Dynamo, without"
+RADIXVIEW = "RadixView, one tier"
+EXACT, ANNOUNCED, REGISTERED, NOTHING = "exact", "exact once announced", "exact once registered again", "–"
+HEARD_S = 20.0  # for a consumer to believe what it should
+QUIET_S = 10 * HEARTBEAT_S  # after which a consumer that does not believe it yet never will by itself
+
+EVENTS = {"ring_bytes": 1 << 16, "max_blocks": 16}  # a ring that is soon full; a snapshot of many frames
+OLD_CLOCK = """
+import time
+time.time_ns = lambda: 1_000_000_000
+"""
+
+
+def table() -> dict[str, dict[str, str]]:
+    """The claims: by situation, then by consumer."""
+    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("|")]
+    start = next(number for number, line in enumerate(lines) if line.startswith("| situation "))
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:]]
+    return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+
+
+def claim(cell: str) -> str:
+    """The claim at the start of a cell; what follows it is why."""
+    found = re.match(f"{ANNOUNCED}|{REGISTERED}|{EXACT}|{NOTHING}", cell)
+    assert found, f"{cell!r} claims nothing"
+    return found.group()
+
+
+# -- the situations -----------------------------------------------------------------------------------
+
+
+def followed(scene: Scene) -> None:
+    scene.drive(40)
+
+
+def killed(scene: Scene) -> None:
+    scene.kill()
+    scene.start()
+    scene.drive(10)
+    scene.mend()
+
+
+def restarted(scene: Scene) -> None:
+    scene.stop()
+    scene.start()
+    scene.mend()
+
+
+def clock_set_back(scene: Scene) -> None:
+    scene.stop()
+    scene.start(prelude=OLD_CLOCK)
+    scene.drive(10)
+    scene.mend()
+
+
+def cut_off_shortly(scene: Scene) -> None:
+    scene.cut()
+    scene.drive(10)
+    scene.mend()
+
+
+def cut_off_for_long(scene: Scene) -> None:
+    scene.cut()
+    overflow(scene)
+    scene.mend()
+
+
+def before_they_join(scene: Scene) -> None:
+    overflow(scene)
+
+
+def while_they_join(scene: Scene) -> None:
+    """A runner commits and evicts on, while they are told what was there before: see `run`."""
+
+
+def killed_in_a_replay(scene: Scene) -> None:
+    scene.live.cut()
+    scene.drive(40)
+    assert scene.daemon is not None
+    scene.replay.hold_answers(after_bytes=5000)
+    scene.live.mend(scene.daemon.info["stream"]["endpoint"])
+    assert scene.replay.held.wait(HEARD_S), "nobody asked for a replay"
+    scene.kill()
+    scene.start()
+    scene.replay.pass_answers()
+    scene.mend()
+
+
+def one_tier_cleared(scene: Scene) -> None:
+    clear(scene, Tier.DEVICE)
+
+
+def all_cleared(scene: Scene) -> None:
+    clear(scene, None)
+
+
+SITUATIONS: dict[str, Callable[[Scene], None]] = {
+    "followed from the start": followed,
+    "the rank is killed, and starts again": killed,
+    "the daemon is stopped, and starts again": restarted,
+    "it starts again with the clock set back": clock_set_back,
+    "cut off for less than the ring holds": cut_off_shortly,
+    "cut off for more than the ring holds": cut_off_for_long,
+    "joins late, when the stream is idle and older than the ring": before_they_join,
+    "joins late, while runners are at work": while_they_join,
+    "the rank is killed in the middle of a replay": killed_in_a_replay,
+    "one tier is cleared": one_tier_cleared,
+    "all tiers are cleared (AllBlocksCleared)": all_cleared,
+}
+
+
+def overflow(scene: Scene) -> None:
+    """Drive until the ring has nothing left of what it holds now."""
+    last = stream(scene)["last_seq"]
+    while stream(scene)["ring_first_seq"] <= last:
+        scene.drive(20)
+
+
+def stream(scene: Scene) -> dict[str, Any]:
+    assert scene.daemon is not None
+    facts: dict[str, Any] = scene.daemon.status(prove=False)["stream"]
+    return facts
+
+
+def announce(scene: Scene, at_work: bool) -> None:
+    """Have all told anew; `at_work`: while a runner commits and evicts on."""
+    assert scene.daemon is not None
+    with scene.daemon.observer() as observer, scene.at_work() if at_work else nullcontext() as wait:
+        observer.announce()
+        if wait is not None:
+            wait(50)
+
+
+def clear(scene: Scene, tier: Tier | None) -> None:
+    assert scene.daemon is not None
+    with scene.daemon.observer() as observer:
+        assert sum(observer.clear(tier).values()) > 0
+
+
+# -- the runs -----------------------------------------------------------------------------------------
+
+
+def run(scene: Scene, situation: str, watchers: dict[str, Watcher]) -> None:
+    """Hold each watcher against what the table claims of it."""
+    claims = {name: claim(table()[situation][name]) for name in watchers}
+    present = {name: watcher for name, watcher in watchers.items() if claims[name] != NOTHING}
+    happens = SITUATIONS[situation]
+
+    def those(*claimed: str) -> dict[str, Watcher]:
+        return {name: watcher for name, watcher in present.items() if claims[name] in claimed}
+
+    scene.start()
+    scene.mend()
+    if happens is before_they_join:
+        happens(scene)
+        join(scene, present)
+    elif happens is while_they_join:
+        scene.drive(10)
+        with scene.kept(scene.prompts[0]), scene.at_work() as wait:
+            wait(20)
+            join(scene, present)
+            wait(50)
+    else:
+        join(scene, present)
+        scene.drive(30)
+        expect_exact(scene, present)
+        happens(scene)
+    expect_exact(scene, those(EXACT))
+    if others := those(ANNOUNCED, REGISTERED):
+        eventually(lambda: not all(watcher.wrong(scene) for watcher in others.values()), QUIET_S)
+        expect_wrong(scene, others, "by itself")
+        announce(scene, at_work=happens is while_they_join)
+        expect_exact(scene, those(EXACT, ANNOUNCED))
+    if lost := those(REGISTERED):
+        expect_wrong(scene, lost, "after an announcement")
+        for watcher in lost.values():
+            watcher.leave()
+        join(scene, lost, already=len(present) - len(lost))
+        expect_exact(scene, lost)
+
+
+def join(scene: Scene, watchers: dict[str, Watcher], already: int = 0) -> None:
+    for watcher in watchers.values():
+        watcher.join(scene)
+    assert eventually(lambda: stream(scene)["subscriptions"] == already + len(watchers), HEARD_S), stream(scene)
+
+
+def expect_exact(scene: Scene, watchers: dict[str, Watcher]) -> None:
+    for name, watcher in watchers.items():
+        eventually(lambda watcher=watcher: not watcher.wrong(scene), HEARD_S)
+        assert not (wrong := watcher.wrong(scene)), f"{name} is not exact: {wrong}"
+
+
+def expect_wrong(scene: Scene, watchers: dict[str, Watcher], when: str) -> None:
+    for name, watcher in watchers.items():
+        assert watcher.wrong(scene), f"{name} is exact {when}, and the table says that it is not"
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def rows(*consumers: str) -> list[str]:
+    """The situations of which the table claims something for one of them."""
+    claims = table()
+    return [name for name in SITUATIONS if any(claim(claims[name][consumer]) != NOTHING for consumer in consumers)]
+
+
+@pytest.mark.parametrize("situation", rows(*TIERED))
+def test_consumers_that_know_tiers_do_as_the_table_claims(
+    situation: str, tmp_path: Path, shim: Path, opened: ExitStack
+) -> None:
+    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events=EVENTS)))
+    indexer = opened.enter_context(Indexer(tmp_path, shim))
+    watchers: dict[str, Watcher] = {
+        MIRROR: opened.enter_context(closing(MirrorWatcher())),
+        DYNAMO: IndexerWatcher(indexer, "replay", 1, with_replay=True),
+        DYNAMO_LIVE: IndexerWatcher(indexer, "live", 2, with_replay=False),
+    }
+    run(scene, situation, watchers)
+
+
+@pytest.mark.parametrize("situation", rows(RADIXVIEW))
+def test_radixview_does_as_the_table_claims(situation: str, tmp_path: Path, shim: Path, opened: ExitStack) -> None:
+    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", host={"num_tokens": 0}, events=EVENTS)))
+    run(scene, situation, {RADIXVIEW: opened.enter_context(closing(RadixViewWatcher(tmp_path, shim)))})
+
+
+def test_the_table_has_every_situation() -> None:
+    assert list(table()) == list(SITUATIONS)
