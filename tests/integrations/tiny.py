@@ -11,11 +11,15 @@ from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 199
@@ -27,23 +31,28 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT: dict[str, Any] = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
     "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
+    **EXPERTS,
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=2, **SIZES)),
-    "deepseek_v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**LATENT, **SIZES)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(num_key_value_heads=2, head_dim=16, num_experts=4, mlp_only_layers=[0], **EXPERTS, **SIZES)
+    ),
+    "deepseek_v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(q_lora_rank=None, **LATENT, **SIZES)),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(q_lora_rank=20, n_group=2, topk_group=1, **LATENT, **SIZES)
+    ),
 }
 
 
@@ -52,6 +61,7 @@ def build(family: str) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
+    model.generation_config.eos_token_id = None  # it never says that it is done
     with torch.no_grad():
         for weights in model.parameters():
             if weights.dim() > 1:
