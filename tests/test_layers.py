@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": BOTTOM | {"core", "memory", "net", "paths"},
     "testing": BOTTOM | MIDDLE | {"core", "client", "paths"},
     "integrations": BOTTOM | {"client", "core", "paths"},
-    "bench": BOTTOM | MIDDLE | {"core", "client", "paths", "server", "testing"},
+    "bench": BOTTOM | MIDDLE | {"core", "client", "integrations", "paths", "server", "testing"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "server", "bench"},
     "__main__": {"cli"},
@@ -54,7 +54,7 @@ PURE = {
 # Third-party packages that have one home. Elsewhere they would bring their start-up time and their kind of failure.
 HOME = {
     "torch": {"memory", "client", "testing", "bench", "integrations", "demo"},
-    "transformers": {"integrations", "demo"},
+    "transformers": {"integrations", "bench", "demo"},
     "zmq": {"net", "client", "testing", "bench"},
     "aiohttp": {"server"},
     "prometheus_client": {"server"},

@@ -138,6 +138,44 @@ def start(pool_gib: float, repeats: int, as_json: bool) -> int:
     return _show("start", benchmark.run(benchmark.Options(pool_gib, repeats)), as_json)
 
 
+@bench.command()
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(16, 1 << 16),
+    multiple=True,
+    help="Of what is shared; may be repeated.  [default: 512, 2048, 4096]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    multiple=True,
+    help="May be repeated.  [default: float32, bfloat16]",
+)
+@click.option("--layers", type=positive, default=6, show_default=True)
+@click.option("--hidden", type=click.IntRange(min=64), default=512, show_default=True, help="A multiple of 64.")
+@page_size_option
+@click.option("--pairs", type=positive, default=9, show_default=True, help="Measurements of each, in turn.")
+@json_option
+def runner(
+    prompt_tokens: tuple[int, ...],
+    dtype: tuple[str, ...],
+    layers: int,
+    hidden: int,
+    page_size: int,
+    pairs: int,
+    as_json: bool,
+) -> int:
+    """A small model's first token by tier, and its decode steps, beside transformers' own cache. Some two minutes."""
+    from sglcache.bench import runner as benchmark
+
+    options = benchmark.Options(layers=layers, hidden=hidden, page_size=page_size, pairs=pairs)
+    if prompt_tokens:
+        options = options._replace(prompts=prompt_tokens)
+    if dtype:
+        options = options._replace(dtypes=dtype)
+    return _show("runner", benchmark.run(options), as_json)
+
+
 # -- showing ------------------------------------------------------------------------------------------
 
 
