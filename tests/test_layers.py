@@ -59,7 +59,7 @@ HOME = {
     "aiohttp": {"server"},
     "prometheus_client": {"server"},
     "uvloop": {"server", "bench"},
-    "click": {"cli", "bench"},
+    "click": {"cli", "bench", "integrations"},
     "rich": {"cli", "bench"},
     "pydantic": {"config"},
     "hypothesis": {"testing"},
