@@ -111,10 +111,7 @@ def say(folder: Path, daemon: Daemon, run: Run) -> Run:
 
 def own_words(folder: Path, tokens: list[int]) -> list[int]:
     """What the model says by itself."""
-    model = load_model(folder)
-    for _ in range(NUM_NEW):
-        tokens = [*tokens, int(tiny.without_cache(model, [*tokens, 0], len(tokens))[-1].argmax())]
-    return tokens[-NUM_NEW:]
+    return tiny.greedy(load_model(folder), tokens, NUM_NEW)
 
 
 def test_the_printed_configuration_is_the_folder_s(folder: Path, run: Run) -> None:

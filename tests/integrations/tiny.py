@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2, **SIZES}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 24,
@@ -41,26 +42,30 @@ LATENT: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
     **EXPERTS,
+    **SIZES,
 }
 
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=2, **SIZES)),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(num_key_value_heads=2, head_dim=16, num_experts=4, mlp_only_layers=[0], **EXPERTS, **SIZES)
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**{**GROUPED, **sizes})),
+    "qwen2": lambda **sizes: Qwen2ForCausalLM(Qwen2Config(**{**GROUPED, **sizes})),
+    "qwen3_moe": lambda **sizes: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(head_dim=16, num_experts=4, mlp_only_layers=[0], **EXPERTS, **{**GROUPED, **sizes})
     ),
-    "deepseek_v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(q_lora_rank=None, **LATENT, **SIZES)),
-    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
-        DeepseekV3Config(q_lora_rank=20, n_group=2, topk_group=1, **LATENT, **SIZES)
+    "deepseek_v2": lambda **sizes: DeepseekV2ForCausalLM(DeepseekV2Config(q_lora_rank=None, **{**LATENT, **sizes})),
+    "deepseek_v3": lambda **sizes: DeepseekV3ForCausalLM(
+        DeepseekV3Config(q_lora_rank=20, n_group=2, topk_group=1, **{**LATENT, **sizes})
     ),
 }
 
 
-def build(family: str) -> Any:
-    """The same weights at each call, in every process. They are large enough that a wrong page shows in the logits."""
+def build(family: str, **sizes: int) -> Any:
+    """The same weights at each call, in every process. They are large enough that a wrong page shows in the logits.
+
+    `sizes` are laid over `SIZES`.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = FAMILIES[family]().eval()
+    model = FAMILIES[family](**sizes).eval()
     model.generation_config.eos_token_id = None  # it never says that it is done
     with torch.no_grad():
         for weights in model.parameters():
@@ -80,6 +85,14 @@ def without_cache(model: Any, tokens: Sequence[int], num_prompt: int) -> Tensor:
     """Logits [len(tokens) - num_prompt, vocab] of every token after the prompt, all at once and with no cache."""
     logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0, num_prompt - 1 : -1]
     return logits
+
+
+def greedy(model: Any, tokens: Sequence[int], num_new: int) -> list[int]:
+    """The likeliest continuation, with no cache."""
+    said = list(tokens)
+    for _ in range(num_new):
+        said.append(int(without_cache(model, [*said, 0], len(said))[-1].argmax()))
+    return said[len(tokens) :]
 
 
 @torch.inference_mode()
