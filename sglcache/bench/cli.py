@@ -173,7 +173,11 @@ def runner(
         options = options._replace(prompts=prompt_tokens)
     if dtype:
         options = options._replace(dtypes=dtype)
-    return _show("runner", benchmark.run(options), as_json)
+    row = benchmark.run(options)
+    if as_json:
+        return _show("runner", row, as_json)
+    _over_lines(row)
+    return 0
 
 
 # -- showing ------------------------------------------------------------------------------------------
@@ -226,6 +230,25 @@ def _comparison_table(title: str, row: Row) -> None:
     console.print(table)
     console.print(f"{row['pairs']} pairs; hit rate {_line(row['hit_rate'])}", highlight=False)
     console.print(_line(harness.facts()), style="dim", highlight=False, soft_wrap=True)
+
+
+def _over_lines(row: Row) -> None:
+    """Ours over theirs: medians in ms, their ratio, and the ratios of single pairs from the least to the most."""
+    for title, cases in row.items():
+        if not isinstance(cases, list):
+            continue
+        click.echo(f"{title:<40}{'ours, ms':>10}{'theirs':>10}{'ratio':>8}  {'pairs'}")
+        for case in cases:
+            words = ", ".join(f"{key} {_text(value)}" for key, value in case.items() if isinstance(value, int | str))
+            click.echo(f"  {words}")
+            for name, each in case.items():
+                if isinstance(each, float):
+                    click.echo(f"    {name:<56}{each:>8.3f}")
+                elif isinstance(each, dict):
+                    times = f"{each['ours_ms']:>10,.1f}{each['theirs_ms']:>10,.1f}{each['ratio']:>8.3f}"
+                    click.echo(f"    {name:<36}{times}  {each['ratio_least']:.2f}-{each['ratio_most']:.2f}")
+    click.echo(_line({key: value for key, value in row.items() if not isinstance(value, list)}))
+    click.secho(_line(harness.facts()), dim=True)
 
 
 def _line(value: Any) -> str:

@@ -52,9 +52,11 @@ class Options(NamedTuple):
     batch_prompt: int = 512  # tokens of each prompt of the batch
 
     @property
-    def decode_steps(self) -> int:
-        """Of a request, with a block to warm up."""
-        return self.steps * (self.pairs + 1)
+    def new_tokens(self) -> int:
+        """Of a request that decodes: a block to warm up, the blocks, and while the prompts of others are computed."""
+        prompts = self.batch * max(self.batch_prompt, *self.prompts)
+        others = prompts // max(1, self.step_tokens - self.batch) + self.batch  # who decodes takes of each step
+        return self.steps * (self.pairs + 1) + others
 
 
 def run(options: Options) -> Row:
@@ -104,8 +106,8 @@ def _config(options: Options) -> Any:
 def _room(options: Options) -> int:
     """Tokens of the pool: nothing that is measured is pushed out by what is measured."""
     questions = 2 * (options.pairs + 1) * (options.question_tokens + 2 * options.page_size)
-    batch = options.batch * (options.batch_prompt + options.decode_steps + options.page_size)
-    return 2 * max(options.prompts) + questions + batch + options.decode_steps
+    batch = options.batch * (options.batch_prompt + options.new_tokens + options.page_size)
+    return 2 * max(options.prompts) + questions + batch + options.new_tokens
 
 
 class _Told(NamedTuple):
@@ -155,18 +157,15 @@ class _Pair:
                 if number:  # the first of each warms up
                     hit.append(ours.ms)
                     own_warm.append(own)
-        compared = {
-            "cold / own cache": Comparison.of(own_cold, cold),
-            "cold / no cache": Comparison.of(no_cache, cold),
-            "device / kept": Comparison.of(times["device"][1], times["device"][0]),
-            "host / kept": Comparison.of(times["host"][1], times["host"][0]),
-        }
         return {
             "dtype": self.dtype,
             "prompt_tokens": shared,
-            **compared,
-            "cold is so many times device": compared["cold / own cache"].other / compared["device / kept"].other,
-            "cold is so many times host": compared["cold / own cache"].other / compared["host / kept"].other,
+            "cold_over_own_cache": _over(cold, own_cold),
+            "cold_over_no_cache": _over(cold, no_cache),
+            "device_over_kept": _over(*times["device"]),
+            "host_over_kept": _over(*times["host"]),
+            "device_over_cold": Summary.of(times["device"][0]).p50 / Summary.of(cold).p50,
+            "host_over_cold": Summary.of(times["host"][0]).p50 / Summary.of(cold).p50,
         }
 
     def decode(self, batch: int, prompt_tokens: int) -> Row:
@@ -174,7 +173,7 @@ class _Pair:
         self._settled()
         self.client.clear()
         prompts = [self._draw(prompt_tokens) for _ in range(batch)]
-        requests = [self.runner.submit(each, max_new_tokens=self.options.decode_steps + 1) for each in prompts]
+        requests = [self.runner.submit(each, max_new_tokens=self.options.new_tokens) for each in prompts]
         while not all(request.output for request in requests):
             self.runner.step()
         ahead = max(len(request.output) for request in requests)
@@ -184,9 +183,11 @@ class _Pair:
         ours_ms, own_ms = [], []
         for number in range(self.options.pairs + 1):
             ours, theirs = self._block(self.runner.step), self._block(own.step)
-            if number and not any(request.done for request in requests):
+            if number:
                 ours_ms.append(ours)
                 own_ms.append(theirs)
+        if any(request.done for request in requests):
+            raise BenchError("a request was done before the last step")
         self.runner.close()
         # A batch computes several requests in one matrix, and there the last bits may differ.
         if batch == 1 and requests[0].output[: len(own.words)] != own.words[: len(requests[0].output)]:
@@ -195,7 +196,7 @@ class _Pair:
             "dtype": self.dtype,
             "batch": batch,
             "prompt_tokens": prompt_tokens,
-            "step / own cache": Comparison.of(own_ms, ours_ms),
+            "step_over_own_cache": _over(ours_ms, own_ms),
         }
 
     # -- one of each --------------------------------------------------------------------------------------
@@ -280,6 +281,20 @@ class _OwnBatch:
     def _forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(tokens, cache=self.cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def _over(ours: list[float], theirs: list[float]) -> Row:
+    """Ours over theirs: above 1, ours takes longer. Times in ms."""
+    each = Comparison.of(theirs, ours)
+    return {
+        "ours_ms": each.other,
+        "theirs_ms": each.ours,
+        "ratio": each.ratio,
+        "ratio_least": each.least,
+        "ratio_most": each.most,
+        "ours_spread_ms": each.other_spread,
+        "theirs_spread_ms": each.ours_spread,
+    }
 
 
 def _ms_since(started: float) -> float:

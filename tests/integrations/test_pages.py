@@ -106,3 +106,18 @@ def test_attention_of_another_kind_is_refused(name: str) -> None:
     step = batch(PagedLayers(*page_first()), part(0, 2, [3]))
     with pytest.raises(ConfigError, match=name):
         paged_attention(torch.nn.Identity(), new, new, new, None, paged=step, **{name: 3.0})
+
+
+def test_everything_a_step_makes_is_where_the_pages_are() -> None:
+    """On a device that computes nothing, but tells one from another: an operation over two of them is an error."""
+    k, v = ([plane.to("meta") for plane in planes] for planes in page_first())
+    layers = PagedLayers(k, v)
+    step = batch(layers, part(0, 6, [3, 1]), part(9, 1, [0, 5, 7]), part(2, 7, [8, 4, 6]))
+    made = [step.tokens, step.positions, step.asked, *(span.mask for span in step.spans if span.mask is not None)]
+    assert len(made) == 4
+    assert {tensor.device.type for tensor in made} == {"meta"}
+    new = torch.empty(1, HEADS, 14, DIM, device="meta")
+    keys, values = step.update(new, new, 1)
+    assert (keys.shape, keys.device.type) == ((1, HEADS, 6 + 10 + 9, DIM), "meta")
+    out, _ = paged_attention(torch.nn.Identity(), new, keys, values, None, paged=step)
+    assert (out.shape, out.device.type) == ((1, 14, HEADS, DIM), "meta")

@@ -377,6 +377,18 @@ def test_a_daemon_for_another_model_is_refused(models: dict[str, Any], serve: Se
         PagedModel(tiny.build("deepseek_v2"), client)
 
 
+def test_a_model_that_is_elsewhere_is_refused(serve: Serve) -> None:
+    with serve("llama", 16).client() as client, pytest.raises(ConfigError, match=r"on meta and .* pages are on cpu"):
+        PagedModel(tiny.build("llama").to("meta"), client)
+
+
+def test_a_model_that_does_not_let_others_attend_for_it_is_refused(serve: Serve) -> None:
+    model = tiny.build("llama")
+    model._supports_attention_backend = False
+    with serve("llama", 16).client() as client, pytest.raises(ConfigError, match="attends in a way of its own"):
+        PagedModel(model, client)
+
+
 def test_a_model_with_windows_is_refused() -> None:
     from transformers import MistralConfig, Qwen2Config
 
