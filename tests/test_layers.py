@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": BOTTOM | {"core", "memory", "net", "paths"},
     "testing": BOTTOM | MIDDLE | {"core", "client", "paths", "ranks"},
     "integrations": BOTTOM | {"client", "core", "paths"},
-    "bench": BOTTOM | MIDDLE | {"core", "client", "paths", "ranks", "server", "testing"},
+    "bench": BOTTOM | MIDDLE | {"core", "client", "integrations", "paths", "ranks", "server", "testing"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "ranks", "server", "bench"},
     "__main__": {"cli"},
@@ -55,12 +55,12 @@ PURE = {
 # Third-party packages that have one home. Elsewhere they would bring their start-up time and their kind of failure.
 HOME = {
     "torch": {"memory", "client", "testing", "bench", "integrations", "demo"},
-    "transformers": {"integrations", "demo"},
+    "transformers": {"integrations", "bench", "demo"},
     "zmq": {"net", "client", "testing", "bench"},
     "aiohttp": {"server"},
     "prometheus_client": {"server"},
     "uvloop": {"server", "bench"},
-    "click": {"cli", "bench"},
+    "click": {"cli", "bench", "integrations"},
     "rich": {"cli", "bench"},
     "pydantic": {"config"},
     "hypothesis": {"testing"},

@@ -138,6 +138,48 @@ def start(pool_gib: float, repeats: int, as_json: bool) -> int:
     return _show("start", benchmark.run(benchmark.Options(pool_gib, repeats)), as_json)
 
 
+@bench.command()
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(16, 1 << 16),
+    multiple=True,
+    help="Of what is shared; may be repeated.  [default: 512, 2048, 4096]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    multiple=True,
+    help="May be repeated.  [default: float32, bfloat16]",
+)
+@click.option("--layers", type=positive, default=6, show_default=True)
+@click.option("--hidden", type=click.IntRange(min=64), default=512, show_default=True, help="A multiple of 64.")
+@page_size_option
+@click.option("--pairs", type=positive, default=9, show_default=True, help="Measurements of each, in turn.")
+@json_option
+def runner(
+    prompt_tokens: tuple[int, ...],
+    dtype: tuple[str, ...],
+    layers: int,
+    hidden: int,
+    page_size: int,
+    pairs: int,
+    as_json: bool,
+) -> int:
+    """A small model's first token by tier, and its decode steps, beside transformers' own cache. Some two minutes."""
+    from sglcache.bench import runner as benchmark
+
+    options = benchmark.Options(layers=layers, hidden=hidden, page_size=page_size, pairs=pairs)
+    if prompt_tokens:
+        options = options._replace(prompts=prompt_tokens)
+    if dtype:
+        options = options._replace(dtypes=dtype)
+    row = benchmark.run(options)
+    if as_json:
+        return _show("runner", row, as_json)
+    _over_lines(row)
+    return 0
+
+
 # -- showing ------------------------------------------------------------------------------------------
 
 
@@ -188,6 +230,25 @@ def _comparison_table(title: str, row: Row) -> None:
     console.print(table)
     console.print(f"{row['pairs']} pairs; hit rate {_line(row['hit_rate'])}", highlight=False)
     console.print(_line(harness.facts()), style="dim", highlight=False, soft_wrap=True)
+
+
+def _over_lines(row: Row) -> None:
+    """Ours over theirs: medians in ms, their ratio, and the ratios of single pairs from the least to the most."""
+    for title, cases in row.items():
+        if not isinstance(cases, list):
+            continue
+        click.echo(f"{title:<40}{'ours, ms':>10}{'theirs':>10}{'ratio':>8}  {'pairs'}")
+        for case in cases:
+            words = ", ".join(f"{key} {_text(value)}" for key, value in case.items() if isinstance(value, int | str))
+            click.echo(f"  {words}")
+            for name, each in case.items():
+                if isinstance(each, float):
+                    click.echo(f"    {name:<56}{each:>8.3f}")
+                elif isinstance(each, dict):
+                    times = f"{each['ours_ms']:>10,.1f}{each['theirs_ms']:>10,.1f}{each['ratio']:>8.3f}"
+                    click.echo(f"    {name:<36}{times}  {each['ratio_least']:.2f}-{each['ratio_most']:.2f}")
+    click.echo(_line({key: value for key, value in row.items() if not isinstance(value, list)}))
+    click.secho(_line(harness.facts()), dim=True)
 
 
 def _line(value: Any) -> str:

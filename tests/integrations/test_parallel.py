@@ -25,9 +25,15 @@ BOUND = 5e-5  # the shards' parts are added up in another order
 NUM_NEW = 6
 
 
+@pytest.fixture(params=["qwen2", "deepseek_v2"])
+def family(request: pytest.FixtureRequest) -> str:
+    """Biases; latents and experts."""
+    return str(request.param)
+
+
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    config = tiny.FAMILIES["qwen2"]().config
+def daemon(family: str, tmp_path: Path) -> Iterator[Daemon]:
+    config = tiny.FAMILIES[family]().config
     pool = pool_settings(config, page_size=16, num_tokens=384, dtype="float32", num_shards=2)
     with Daemon(tmp_path, pool=pool, host={"num_tokens": 1024}, events={"enabled": False}) as daemon:
         yield daemon
@@ -41,13 +47,13 @@ def judge(model: Any, request: Request) -> None:
 
 
 @pytest.mark.timeout(240)  # three processes import torch
-def test_two_workers_say_what_the_whole_model_says(daemon: Daemon) -> None:
+def test_two_workers_say_what_the_whole_model_says(family: str, daemon: Daemon) -> None:
     """Cold, hit, several at once, loaded back; and when one worker is killed, everything comes back."""
-    model = tiny.build("qwen2")
+    model = tiny.build(family)
     prompt = tiny.prompt(100)
     with (
         daemon.client(role="scheduler") as scheduler,
-        ShardedModel(partial(tiny.build, "qwen2"), scheduler) as executor,
+        ShardedModel(partial(tiny.build, family), scheduler) as executor,
     ):
         runner = Runner(scheduler, executor, step_tokens=40)
 
@@ -83,7 +89,26 @@ def test_two_workers_say_what_the_whole_model_says(daemon: Daemon) -> None:
 
 
 def test_shards_that_can_t_be_made_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"q_proj of \(64, 64\) can't be divided by 3"):
-        shard_model(tiny.build("llama"), 0, 3)
-    with pytest.raises(ConfigError, match="experts"):
-        shard_model(tiny.build("deepseek_v2"), 0, 2)
+    model = tiny.build("llama")
+    with pytest.raises(ConfigError, match="4 heads can't be divided by 3"):
+        shard_model(model, 0, 3)
+    model.config.num_attention_heads = 64
+    with pytest.raises(ConfigError, match=r"k_proj of \(32, 64\) can't be divided by 64"):
+        shard_model(model, 0, 64)
+    model.config.base_model_tp_plan = {"layers.*.self_attn.q_proj": "sideways"}
+    with pytest.raises(ConfigError, match=r"q_proj\.weight is sharded sideways"):
+        shard_model(model, 0, 2)
+
+
+def test_the_parts_of_experts_make_the_whole() -> None:
+    """Both halves of gate and up are cut, each by itself, and down by what comes in."""
+    whole, parts = tiny.build("qwen3_moe"), [tiny.build("qwen3_moe") for _ in range(2)]
+    for shard, part in enumerate(parts):
+        shard_model(part, shard, 2)
+    experts = [model.model.layers[1].mlp.experts for model in (whole, *parts)]
+    gates, ups = zip(*(each.gate_up_proj.chunk(2, 1) for each in experts), strict=True)
+    for all_of_it, *halves in (gates, ups):
+        assert torch.equal(torch.cat(halves, 1), all_of_it)
+    assert torch.equal(torch.cat([each.down_proj for each in experts[1:]], 2), experts[0].down_proj)
+    routers = [model.model.layers[1].mlp.gate.weight for model in (whole, *parts)]
+    assert torch.equal(routers[0], routers[1])

@@ -11,11 +11,15 @@ from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 199
@@ -27,31 +31,42 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2, **SIZES}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT: dict[str, Any] = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
     "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
+    **EXPERTS,
+    **SIZES,
 }
 
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=2, **SIZES)),
-    "deepseek_v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**LATENT, **SIZES)),
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**{**GROUPED, **sizes})),
+    "qwen2": lambda **sizes: Qwen2ForCausalLM(Qwen2Config(**{**GROUPED, **sizes})),
+    "qwen3_moe": lambda **sizes: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(head_dim=16, num_experts=4, mlp_only_layers=[0], **EXPERTS, **{**GROUPED, **sizes})
+    ),
+    "deepseek_v2": lambda **sizes: DeepseekV2ForCausalLM(DeepseekV2Config(q_lora_rank=None, **{**LATENT, **sizes})),
+    "deepseek_v3": lambda **sizes: DeepseekV3ForCausalLM(
+        DeepseekV3Config(q_lora_rank=20, n_group=2, topk_group=1, **{**LATENT, **sizes})
+    ),
 }
 
 
-def build(family: str) -> Any:
-    """The same weights at each call, in every process. They are large enough that a wrong page shows in the logits."""
+def build(family: str, **sizes: int) -> Any:
+    """The same weights at each call, in every process. They are large enough that a wrong page shows in the logits.
+
+    `sizes` are laid over `SIZES`.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = FAMILIES[family]().eval()
+    model = FAMILIES[family](**sizes).eval()
+    model.generation_config.eos_token_id = None  # it never says that it is done
     with torch.no_grad():
         for weights in model.parameters():
             if weights.dim() > 1:
@@ -70,6 +85,14 @@ def without_cache(model: Any, tokens: Sequence[int], num_prompt: int) -> Tensor:
     """Logits [len(tokens) - num_prompt, vocab] of every token after the prompt, all at once and with no cache."""
     logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0, num_prompt - 1 : -1]
     return logits
+
+
+def greedy(model: Any, tokens: Sequence[int], num_new: int) -> list[int]:
+    """The likeliest continuation, with no cache."""
+    said = list(tokens)
+    for _ in range(num_new):
+        said.append(int(without_cache(model, [*said, 0], len(said))[-1].argmax()))
+    return said[len(tokens) :]
 
 
 @torch.inference_mode()

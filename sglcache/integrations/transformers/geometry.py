@@ -23,8 +23,9 @@ def pool_settings(
     `dtype` (torch's name) is the config's where it says one, else float32: it must be that of the model as it runs.
     ConfigError: the model keeps something else than K and V of every token (windows, states).
 
-    A model with latent attention (DeepSeek-V2) is cached as it attends: K and V of every head, the shorter of the two
-    padded. That is exact, and takes more room than the latents would.
+    Of a model with latent attention (DeepSeek-V2 and later) the latents are cached, as transformers' own cache has
+    them: one head whose K is the latent (`kv_lora_rank`) and whose V is the rotated key that all heads share
+    (`qk_rope_head_dim`), padded to the same width. Each shard has a whole replica.
     """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -33,7 +34,7 @@ def pool_settings(
     kinds.discard("full_attention")
     if kinds:
         raise ConfigError(f"{text.model_type} has layers of {', '.join(sorted(kinds))}; only full attention is cached")
-    heads = _heads(text)
+    heads = _heads(text, num_shards)
     return {
         "page_size": page_size,
         "num_tokens": num_tokens,
@@ -47,7 +48,7 @@ def pool_settings(
 
 def check_geometry(config: Any, dtype: str, member: Client | Worker) -> None:
     """ConfigError, with every difference: the daemon's pages are of another form than the model's KV."""
-    want = pool_settings(config, dtype=dtype)
+    want = pool_settings(config, dtype=dtype, num_shards=member.geometry.num_shards)
     wrong = [
         f"pool.{name} = {have} and the model needs {want[name]}"
         for name in ("num_layers", "num_kv_heads", "head_dim", "dtype")
@@ -57,10 +58,10 @@ def check_geometry(config: Any, dtype: str, member: Client | Worker) -> None:
         raise ConfigError(f"the daemon at {member.socket} serves another model: {'; '.join(wrong)}")
 
 
-def _heads(text: Any) -> _Heads:
-    latent = getattr(text, "qk_head_dim", None)
-    if latent is not None:
-        return _Heads(text.num_attention_heads, max(latent, text.v_head_dim))
+def _heads(text: Any, num_shards: int) -> _Heads:
+    latents = getattr(text, "kv_lora_rank", None)
+    if latents is not None:
+        return _Heads(num_shards, max(latents, text.qk_rope_head_dim))
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return _Heads(getattr(text, "num_key_value_heads", None) or text.num_attention_heads, head_dim)
 

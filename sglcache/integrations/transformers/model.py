@@ -1,23 +1,27 @@
 """One process's part of a forward pass: a model, and the pages that its member of the session maps.
 
-The seam is transformers' AttentionInterface: every attention module hands its new K and V (rotated already) to the
-function that its config names, with whatever keyword arguments the model was called with. Ours writes them into the
-pages and attends over the page table. The model itself is called without a cache of its own, on one row in which the
-requests of a step stand one after another.
+Two seams of transformers meet here. The model is called with a `PagedBatch` for its cache: each attention module hands
+it what the model caches of the new tokens (K and V, rotated already; latents, where a model has those), and gets back
+what it attends to. The batch writes the one into pages and reads the other from them. And the attention itself is a
+function that the model's configuration names: ours tells the requests of a step apart, which stand in one row one after
+another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from sglcache.errors import ConfigError
 from sglcache.integrations.transformers.geometry import check_geometry
 
 if TYPE_CHECKING:
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "sglcache_paged"
 """Our name among transformers' attention implementations. It has no mask function, so models make no mask."""
+
+FOREIGN = ("sliding_window", "position_bias", "softcap", "s_aux")
+"""What an attention module may ask for beside `scaling`, and would not get here."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -43,7 +50,8 @@ class Executor(Protocol):
     def run(self, parts: Sequence[Part]) -> Tensor:
         """Compute a step; the logits asked for, in order: float [num_asked, vocab], on the CPU.
 
-        A step that raised may be run again: it wrote only what it will write again. TransferError: a load failed.
+        Once it returns, what it wrote is in the pages. A step that raised may be run again: it wrote only what it will
+        write again. TransferError: a load failed.
         """
         ...
 
@@ -56,93 +64,141 @@ class PagedModel:
     """A causal language model of transformers over one shard's pages. One thread at a time."""
 
     def __init__(self, model: Any, member: Client | Worker) -> None:
-        """Switches `model` to our attention, for good. ConfigError: the daemon's pages don't fit it."""
+        """Switches `model` to our attention, for good.
+
+        ConfigError: the daemon's pages don't fit the model, are on another device, or it attends in a way of its own.
+        """
         check_geometry(model.config, str(model.dtype).removeprefix("torch."), member)
+        if not (model._supports_sdpa and model._supports_attention_backend):
+            raise ConfigError(f"{type(model).__name__} attends in a way of its own; only torch's attention reads pages")
+        self._layers = PagedLayers(member.pool.k, member.pool.v)
+        if model.device != self._layers.device:
+            raise ConfigError(f"the model is on {model.device} and the daemon's pages are on {self._layers.device}")
         AttentionInterface.register(IMPLEMENTATION, paged_attention)
         model.set_attn_implementation(IMPLEMENTATION)
         self.model = model.eval()
         self.member = member
-        self._pool = member.pool  # made here: tensors that are made in inference mode can't be written outside it
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Tensor:
-        batch = PagedBatch(self.member, self._pool.k, self._pool.v, parts)
+        batch = PagedBatch(self._layers, parts, self.member.wait_loaded)
         out = self.model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
-            use_cache=False,
+            cache=batch,
+            use_cache=False,  # of its own
             logits_to_keep=batch.asked,
             paged=batch,
         )
-        logits: Tensor = out.logits[0]
+        logits: Tensor = out.logits[0].float().cpu()
+        if self._layers.device.type == "cuda":  # without logits nothing has waited for the kernels yet
+            torch.cuda.synchronize(self._layers.device)
         return logits
 
     def record(self, tickets: Sequence[int]) -> None:
         """Nothing to say: the commands of a runner of one process name its event themselves."""
 
 
-class _Span(NamedTuple):
-    """A request's rows of the step."""
+class PagedLayers:
+    """A member's pages as a step needs them: to write tokens by page and offset, to read heads as rows of one axis.
 
-    rows: slice
-    length: int  # of the whole request once these rows are written
-    table: Tensor  # int64 [ceil(length / page_size)]
+    Reading is a gather. Its result stands as transformers' own cache would have it, head by head, so that attention
+    runs over it equally fast and does the same arithmetic; and one index, made once a step, does for every layer.
+    """
+
+    def __init__(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        """`k` and `v`: per layer [num_pages, page_size, heads, dim], of the same strides; dim is contiguous."""
+        self.num_layers = len(k)
+        self.num_pages, self.page_size, self.heads, self.dim = k[0].shape
+        self.dtype, self.device = k[0].dtype, k[0].device
+        *strides, _ = k[0].stride()
+        unit = math.gcd(*strides)
+        self._steps = [stride // unit for stride in strides]  # in rows, from page to page, token to token, head to head
+        num_rows = 1 + sum(step * (size - 1) for step, size in zip(self._steps, k[0].shape, strict=False))
+        # Inference mode would make views that can't be written outside it.
+        with torch.inference_mode(False):
+            self.pages = tuple(zip(k, v, strict=True))
+            self.rows = tuple(
+                tuple(plane.as_strided((num_rows, self.dim), (unit, 1)) for plane in planes) for planes in self.pages
+            )
+
+    def index(self, table: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """The rows [heads, length] of a request's tokens, by its page table."""
+        page, token, head = self._steps
+        first = (table[:, None] * page + np.arange(self.page_size) * token).reshape(-1)[:length]
+        return first + (np.arange(self.heads) * head)[:, None]
+
+
+class _Span(NamedTuple):
+    """One request of a step."""
+
+    rows: slice  # of the step's row, what it computes
+    tokens: slice  # of all that is attended to, its own
     mask: Tensor | None  # bool [1, 1, n, length]; None: causal from the start, or all
-    load: tuple[int, int] | None
 
 
 class PagedBatch:
-    """A step's requests one after another, and where each token's K and V go."""
+    """A step's requests one after another, and the model's cache while it computes them."""
 
     def __init__(
-        self, member: Client | Worker, k: Sequence[Tensor], v: Sequence[Tensor], parts: Sequence[Part]
+        self, layers: PagedLayers, parts: Sequence[Part], wait: Callable[[tuple[int, int], int], object]
     ) -> None:
-        page_size = member.geometry.page_size
-        self._k, self._v = k, v  # per layer [num_pages, page_size, kv_heads, dim]
-        self._wait: Callable[[tuple[int, int], int], None] = member.wait_loaded
-        self._spans: list[_Span] = []
-        rows, positions, pages, asked = 0, [], [], []
+        self._layers = layers
+        self._wait = wait
+        self._loads = [part.load for part in parts if part.load is not None]
+        self.spans: list[_Span] = []
+        new, pages, index, asked, rows, total = [], [], [], [], 0, 0
         for part in parts:
-            num_tokens = len(part.tokens) // 4
-            length = part.start + num_tokens
-            table = np.frombuffer(part.slots, "<i4").astype(np.int64)[: -(-length // page_size)]
-            new = np.arange(part.start, length)
-            positions.append(new)
-            pages.append(table[new // page_size])
+            count = len(part.tokens) // 4
+            length = part.start + count
+            table = np.frombuffer(part.slots, "<i4")[: -(-length // layers.page_size)].astype(np.int64)
+            new.append(np.arange(part.start, length))
+            pages.append(table[new[-1] // layers.page_size])
+            index.append(layers.index(table, length))
             mask = None
-            if part.start and num_tokens > 1:
-                mask = torch.from_numpy(np.arange(length)[None] <= new[:, None])[None, None]
-            self._spans.append(_Span(slice(rows, rows + num_tokens), length, torch.from_numpy(table), mask, part.load))
-            rows += num_tokens
+            if part.start and count > 1:
+                mask = torch.arange(length, device=layers.device) <= self._tensor(new[-1])[:, None]
+                mask = mask[None, None]
+            self.spans.append(_Span(slice(rows, rows + count), slice(total, total + length), mask))
+            rows += count
+            total += length
             if part.logits:
                 asked.append(rows - 1)
-        tokens = np.frombuffer(b"".join(part.tokens for part in parts), "<u4")
-        self.tokens = torch.from_numpy(tokens.astype(np.int64))  # [rows]
-        self.positions = torch.from_numpy(np.concatenate(positions))  # int64 [rows]
-        self.asked = torch.tensor(asked, dtype=torch.int64)  # rows whose logits are wanted
-        self._pages = torch.from_numpy(np.concatenate(pages))  # int64 [rows]
-        self._offsets = self.positions % page_size
+        tokens = np.frombuffer(b"".join(part.tokens for part in parts), "<u4").astype(np.int64)
+        self.tokens = self._tensor(tokens)  # [rows]
+        self.positions = self._tensor(np.concatenate(new))  # int64 [rows]
+        self.asked = self._tensor(np.array(asked, np.int64))  # rows whose logits are wanted
+        self._pages = self._tensor(np.concatenate(pages))  # int64 [rows]
+        self._offsets = self.positions % layers.page_size
+        self._index = self._tensor(np.concatenate(index, axis=1).reshape(-1))  # int64 [heads * total]
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """Write the layer's `key` and `value` [1, kv_heads, rows, dim] to the pages; [1, rows, heads, dim] of V."""
-        layer = module.layer_idx
-        # Pages hold one width for K and V; a model with two uses the first part of the shorter one.
-        k = self._k[layer][..., : key.shape[-1]]  # [num_pages, page_size, kv_heads, dim]
-        v = self._v[layer][..., : value.shape[-1]]
-        k[self._pages, self._offsets] = key[0].transpose(0, 1)
-        v[self._pages, self._offsets] = value[0].transpose(0, 1)
-        outputs = []
-        for span in self._spans:
-            if span.load is not None:
-                self._wait(span.load, layer)
-            keys, values = (
-                pool.index_select(0, span.table).flatten(0, 1)[: span.length].transpose(0, 1)[None] for pool in (k, v)
-            )  # [1, kv_heads, length, dim]: the one copy, which a kernel that reads page tables would save
-            output, _ = sdpa_attention_forward(
-                module, query[:, :, span.rows], keys, values, span.mask, scaling=scaling, dropout=0.0
+    def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._layers.device)
+
+    def update(self, k: Tensor, v: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """As transformers' caches: keep what is new [1, heads, rows, dim]; give back all [1, heads, total, dim].
+
+        K and V may differ in width. ConfigError: the pages were made for another form.
+        """
+        layers = self._layers
+        if not layer < layers.num_layers or any(
+            part.shape[1] != layers.heads or part.shape[3] > layers.dim or part.dtype != layers.dtype for part in (k, v)
+        ):
+            raise ConfigError(
+                f"layer {layer} caches {k.shape[1]} heads of {k.shape[3]} and {v.shape[3]} in {k.dtype}, and the pages "
+                f"hold {layers.heads} of {layers.dim} in {layers.dtype}, in {layers.num_layers} layers"
             )
-            outputs.append(output)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        for pages, part in zip(layers.pages[layer], (k, v), strict=True):
+            pages[self._pages, self._offsets, :, : part.shape[3]] = part[0].transpose(0, 1)
+        for load in self._loads:
+            self._wait(load, layer)
+        k_rows, v_rows = layers.rows[layer]
+        return self._gather(k_rows, k.shape[3]), self._gather(v_rows, v.shape[3])
+
+    def _gather(self, rows: Tensor, width: int) -> Tensor:
+        # The one copy, which a kernel that reads page tables would save.
+        found = rows[:, :width].index_select(0, self._index)
+        return found.view(1, self._layers.heads, -1, width)
 
 
 def paged_attention(
@@ -153,9 +209,28 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     paged: PagedBatch,
-    scaling: float | None = None,
-    **_: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over pages: [1, heads, rows, dim] in, [1, rows, heads, dim] out."""
+    """transformers' attention interface for a step: each request's rows of `query` over its own of `key` and `value`.
+
+    [1, heads, rows, dim] and [1, kv_heads, total, dim] in, [1, rows, heads, dim] out. ConfigError: the module asks for
+    what is none of plain causal attention.
+    """
     assert attention_mask is None, "a mask means that the model was not called by PagedModel"
-    return paged.attend(module, query, key, value, scaling), None
+    for name in FOREIGN:
+        if arguments.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} attends with {name} = {arguments[name]!r}; that is not done here"
+            )
+    outputs = [
+        sdpa_attention_forward(
+            module,
+            query[:, :, span.rows],
+            key[:, :, span.tokens],
+            value[:, :, span.tokens],
+            span.mask,
+            **arguments,
+        )[0]
+        for span in paged.spans
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None

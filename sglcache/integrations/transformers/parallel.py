@@ -192,33 +192,52 @@ def _compute(paged: PagedModel, parts: Sequence[Part], tell: bool) -> _Ready | _
     return _Ready(len(logits), logits.float().numpy().tobytes()) if tell else _Ready()
 
 
+WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Styles of what every shard has all of: norms, routers, what makes latents."""
+ADDED_UP = ("rowwise", "moe_tp_experts")
+"""Styles of modules of which each shard computes a summand."""
+CUT = ("colwise", "rowwise", "packed_colwise")
+"""Styles of weights: by what goes out, by what comes in, and by what goes out of two layers in one."""
+
+
 def shard_model(model: Any, shard: int, num_shards: int) -> None:
     """Keep one shard's part of every layer, after transformers' own plan for the model; the output layer stays whole.
 
-    ConfigError: the plan has what is not done here (experts), or something does not divide by `num_shards`.
+    ConfigError: the plan has what is not done here, or something does not divide by `num_shards`.
     """
     plan = model.config.base_model_tp_plan or {}
+    num_heads = model.config.get_text_config().num_attention_heads
+    if num_heads % num_shards:
+        raise ConfigError(f"{num_heads} heads can't be divided by {num_shards}")
     for name, module in model.base_model.named_modules():
-        style = plan.get(re.sub(r"\.\d+", ".*", name))
-        if style in (None, "mla_kv_a_proj"):  # whole in each: norms, what makes latents
-            continue
-        if style not in ("colwise", "rowwise") or not isinstance(module, nn.Linear):
-            raise ConfigError(f"{name} is sharded {style}; only colwise and rowwise layers can be")
-        dim = 0 if style == "colwise" else 1
-        if module.weight.shape[dim] % num_shards:
-            raise ConfigError(f"{name} of {tuple(module.weight.shape)} can't be divided by {num_shards}")
-        module.weight = _part(module.weight, dim, shard, num_shards)
-        module.out_features, module.in_features = module.weight.shape
-        if style == "rowwise":
-            if module.bias is not None and shard:
-                nn.init.zeros_(module.bias)  # it is added once
+        general = re.sub(r"\.\d+", ".*", name)
+        style = plan.get(general)
+        # A linear layer has one style, experts have one for each of their stacked weights.
+        linear = style if isinstance(module, nn.Linear) else None
+        for each, whole in list(module.named_parameters(recurse=False)):
+            how = plan.get(f"{general}.{each}", linear)
+            if how in WHOLE and style not in ADDED_UP:
+                continue
+            if how not in CUT:
+                raise ConfigError(f"{name}.{each} is sharded {how} ({style}); that is not done here")
+            setattr(module, each, nn.Parameter(_part(name, whole, how, shard, num_shards), requires_grad=False))
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        if style in ADDED_UP:
             module.register_forward_hook(_add_up)
-        elif module.bias is not None:
-            module.bias = _part(module.bias, 0, shard, num_shards)
+        elif style not in (*WHOLE, *CUT):
+            raise ConfigError(f"{name} is sharded {style}; that is not done here")
 
 
-def _part(whole: Tensor, dim: int, shard: int, num_shards: int) -> nn.Parameter:
-    return nn.Parameter(whole.detach().chunk(num_shards, dim)[shard].clone(), requires_grad=False)
+def _part(name: str, whole: Tensor, style: str, shard: int, num_shards: int) -> Tensor:
+    """A copy of one shard's part: of [out, in], of a bias [out], or of stacked experts [num_experts, out, in]."""
+    if style == "rowwise" and whole.dim() == 1:  # a bias, which is added once
+        return whole.detach().clone() if shard == 0 else torch.zeros_like(whole)
+    dim = whole.dim() - 1 if style == "rowwise" else max(0, whole.dim() - 2)
+    layers = whole.detach().chunk(2 if style == "packed_colwise" else 1, dim)
+    if layers[0].shape[dim] % num_shards:
+        raise ConfigError(f"{name} of {tuple(whole.shape)} can't be divided by {num_shards}")
+    return torch.cat([layer.chunk(num_shards, dim)[shard] for layer in layers], dim)
 
 
 def _add_up(module: nn.Module, inputs: object, output: Tensor) -> Tensor:

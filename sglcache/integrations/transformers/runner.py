@@ -72,10 +72,10 @@ class Runner:
     executor: Executor
     step_tokens: int = 512
     max_running: int = 16
-    num_steps: int = 0
-    _waiting: deque[Request] = field(default_factory=deque)
-    _running: list[Request] = field(default_factory=list)
-    _begun: list[_Begun] = field(default_factory=list)
+    num_steps: int = field(default=0, init=False)
+    _waiting: deque[Request] = field(default_factory=deque, init=False)
+    _running: list[Request] = field(default_factory=list, init=False)
+    _begun: list[_Begun] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.step_tokens < self.max_running:
