@@ -245,6 +245,15 @@ class EventsConfig(Section):
         default=[],
         description="Dynamo indexers, http://HOST:PORT, at which each rank registers itself whenever it starts.",
     )
+    instance_id: int | None = Field(
+        default=None,
+        ge=0,
+        le=(1 << 63) - 1,
+        description="This host's ranks to Dynamo's indexers; by default made of the host's name and the port of HTTP.",
+    )
+    advertised_host: str | None = Field(
+        default=None, min_length=1, description="How others reach a stream that is bound to every interface."
+    )
     curve_key_file: FilePath | None = Field(
         default=None, description="Secret key of both sockets (ZMQ CURVE), as `sglcache keygen` writes it."
     )
@@ -281,6 +290,13 @@ class EventsConfig(Section):
                 "events.curve_allow_dir says who may connect, and without events.curve_key_file everyone may; set both",
                 path="events.curve_allow_dir",
                 value=str(self.curve_allow_dir),
+            )
+        if self.dynamo_indexers and (self.curve_key_file or self.token_ids == "none" or self.mode == "connect"):
+            raise ConfigError(
+                "events.dynamo_indexers: an indexer dials, without CURVE, and matches by tokens; leave "
+                'events.curve_key_file, events.token_ids = "none" and events.mode = "connect" out',
+                path="events.dynamo_indexers",
+                value=self.dynamo_indexers,
             )
         if self.mode == "connect" and self.endpoint.endswith(":0"):
             raise ConfigError(

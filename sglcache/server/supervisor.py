@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,9 @@ from sglcache.server.channel import About, Answer, Ask, Beat, Channel, Drain, Fa
 from sglcache.server.notify import notify
 from sglcache.server.plan import Seat, kv_events, plan
 from sglcache.wire import control
+
+if TYPE_CHECKING:
+    from sglcache.server.indexers import Indexers
 
 logger = logging.getLogger("sglcache.supervisor")
 
@@ -124,6 +127,7 @@ class Supervisor:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_questions = 0
         self._signals: list[int] = []
+        self._indexers: Indexers | None = None
 
     # -- the life -----------------------------------------------------------------------------------------
 
@@ -148,6 +152,11 @@ class Supervisor:
 
             server = HttpServer(self, socks)
             await server.start()
+            if self.config.events.enabled and self.config.events.dynamo_indexers:
+                from sglcache.server.indexers import Indexers
+
+                self._indexers = Indexers(self.config)
+                self._tell_indexers()
             try:
                 await self._until(lambda: self.state == "ok")
                 if self.state == "ok" and not self._stop:
@@ -157,6 +166,8 @@ class Supervisor:
                     await self._until(lambda: False)
                 await self._drain()
             finally:
+                if self._indexers is not None:
+                    await self._indexers.close()
                 await server.stop()
         if self._error is not None:
             raise self._error
@@ -335,7 +346,12 @@ class Supervisor:
             logger.warning("%s is back, pid %s, epoch %d", child.seat, child.pid, facts["epoch"])
         if self.state == "starting" and all(each.state == "ok" for each in self.children):
             self.state = "ok"
+        self._tell_indexers()
         self._changed.set()
+
+    def _tell_indexers(self) -> None:
+        if self.state == "ok" and self._indexers is not None:
+            self._indexers.register([each.seat for each in self.children])
 
     def _ended(self, child: Child) -> None:
         """The rank's process is dead."""
