@@ -345,7 +345,8 @@ reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
     said = []
-    for use in (begun.wait, cache.ping, lease.release, lambda: cache.pool, lambda: pool.k, cache.close, lease.wait_loaded):
+    uses = (begun.wait, cache.ping, lease.release, lambda: cache.pool, lambda: pool.k, cache.close, lease.wait_loaded)
+    for use in uses:
         try:
             use()
             said.append("nothing")
