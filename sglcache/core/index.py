@@ -377,7 +377,7 @@ class Index:
 
         A lease gets pages for all its tokens and `reserve` more, or, with `upto`, for so many of them at most; it never
         loses one. An item that is wrong, or for which there is no room beside those before it, has its error for a
-        result, and changes nothing; the others take effect. None: as acquire.
+        result, and changes nothing; the others take effect. None: as acquire, and then all of them wait.
         """
         s = self._session(session)
         pool = self.pools[DEVICE]

@@ -338,13 +338,15 @@ def test_attaching_and_leaving_leaks_no_descriptor(daemon: Daemon) -> None:
 def test_in_a_forked_child_the_client_is_closed_and_the_parents_goes_on(daemon: Daemon) -> None:
     with Puppet(daemon.socket) as puppet:
         puppet.do("cache = Client(socket); lease = cache.acquire(range(50)); pool = cache.pool")
+        puppet.do("begun = cache.peek_begin(range(50))")
         puppet.do(
             """
 reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
     said = []
-    for use in (cache.ping, lease.release, lambda: cache.pool, lambda: pool.k, cache.close, lease.wait_loaded):
+    uses = (begun.wait, cache.ping, lease.release, lambda: cache.pool, lambda: pool.k, cache.close, lease.wait_loaded)
+    for use in uses:
         try:
             use()
             said.append("nothing")
@@ -365,11 +367,11 @@ said = json.loads(os.read(reader, 65536))
 """
         )
         *codes, held, mapped = puppet.ask("said")
-        assert codes == ["closed", "closed", "closed", "closed", "nothing", "nothing"]
+        assert codes == ["closed", "closed", "closed", "closed", "closed", "nothing", "nothing"]
         assert "socket" not in held
         assert not [name for name in held if "memfd" in name or "eventfd" in name]
         assert not mapped
-        puppet.do("cache.ping(); lease.commit(); lease.release(); cache.close()")
+        puppet.do("begun.wait(); cache.ping(); lease.commit(); lease.release(); cache.close()")
 
 
 def test_no_torch_is_loaded_before_the_pool_is_asked_for(daemon: Daemon) -> None:
