@@ -276,11 +276,10 @@ class Mirror:
         next step, and the picture is that of `seq`, unless it was past it already.
         """
         stream = self._first if rank is None else self._stream(rank)
-        follower = stream.follower
         deadline = time.monotonic() + timeout_s
         stream.until = seq if stop else None
         try:
-            while not (follower.synced and follower.state.next_seq is not None and follower.state.next_seq > seq):
+            while not stream.reached(seq):
                 if (left := deadline - time.monotonic()) <= 0:
                     return False
                 self.step(left)
@@ -369,11 +368,16 @@ class _Stream:
                     self.follower.bad_message()
                     continue
                 seq, payload = int.from_bytes(frames[1], "big"), frames[2]
-            if self.until is not None and seq > self.until:
+            if self.until is not None and seq > self.until and self.reached(self.until):
                 self._held = seq, payload
                 break
             facts += self.follower.live(seq, payload)
         self._serve_requests()
+
+    def reached(self, seq: int) -> bool:
+        """Until then a message beyond it is taken in: perhaps it is the one that shows a gap."""
+        next_seq = self.follower.state.next_seq
+        return self.follower.synced and next_seq is not None and next_seq > seq
 
     def _take_replay(self, dealer: zmq.Socket[bytes], facts: list[Fact]) -> None:
         for _ in range(TURN):
