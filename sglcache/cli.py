@@ -49,6 +49,21 @@ class Lazy(click.Group):
         return self._group().get_command(ctx, cmd_name)
 
 
+class LazyCommand(click.Command):
+    """A command that is another module's, imported when it is called or asked about."""
+
+    def __init__(self, target: str, **kwargs: Any) -> None:
+        """`target`: module:attribute, a click command; `help` is what the list of commands shows."""
+        super().__init__(**kwargs)
+        self.target = target
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
+        module, _, attribute = self.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{self.target} is {command!r}"
+        return command.make_context(info_name, args, *more, **extra)
+
+
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 fine, 1 a check failed or the daemon refused, 2 usage or configuration, 69 no daemon.",
@@ -86,7 +101,7 @@ class Target(NamedTuple):
     is_one_of: int  # so many
 
 
-def _targets(socket: Path | None, rank: str | None) -> list[Target]:
+def targets_of(socket: Path | None, rank: str | None) -> list[Target]:
     """The ranks that this host has, or the one that was asked for. BadRequest: there is no such."""
     from sglcache import paths, ranks
 
@@ -114,7 +129,7 @@ def _targets(socket: Path | None, rank: str | None) -> list[Target]:
     return wanted[:1]
 
 
-def _each(targets: list[Target], work: Callable[[Target], None]) -> int:
+def each_of(targets: list[Target], work: Callable[[Target], None]) -> int:
     """Do it with every rank, whatever becomes of the others; the first failure's exit code."""
     code = 0
     for target in targets:
@@ -128,7 +143,7 @@ def _each(targets: list[Target], work: Callable[[Target], None]) -> int:
     return code
 
 
-def _observer(socket: Path) -> Client:
+def observer_of(socket: Path) -> Client:
     from sglcache.client import Client
 
     return Client(socket, role="observer", name="sglcache")
@@ -268,13 +283,13 @@ def ping(socket: Path | None, rank: str | None) -> int:
     import time
 
     def work(target: Target) -> None:
-        with _observer(target.socket) as client:
+        with observer_of(target.socket) as client:
             started = time.perf_counter()
             client.ping()
             micros = (time.perf_counter() - started) * 1e6
         click.echo(f"{_label(target)}ok: {micros:.0f} µs")
 
-    return _each(_targets(socket, rank), work)
+    return each_of(targets_of(socket, rank), work)
 
 
 def _label(target: Target) -> str:
@@ -291,11 +306,11 @@ def status(socket: Path | None, rank: str | None, as_json: bool, prove: bool) ->
 
     Exits 1 if a rank does not serve, if the proof finds a violation, or if commands kept overtaking it.
     """
-    targets = _targets(socket, rank)
+    targets = targets_of(socket, rank)
     alone = targets[0] if len(targets) == 1 and targets[0].row.get("state", "ok") in ("ok", "draining") else None
     if alone is None:
         return _status_of_several(targets, as_json, prove)
-    with _observer(alone.socket) as client:
+    with observer_of(alone.socket) as client:
         facts = client.status(prove=prove)
     if as_json:
         click.echo(json.dumps(facts, indent=2))
@@ -312,7 +327,7 @@ def _status_of_several(targets: list[Target], as_json: bool, prove: bool) -> int
         row = dict(target.row)
         if row["state"] in ("ok", "draining"):  # one that hangs does not answer
             try:
-                with _observer(target.socket) as client:
+                with observer_of(target.socket) as client:
                     row |= client.status(prove=prove)
             except Unavailable as exc:
                 row |= {"state": "unreachable", "why": exc.message}
@@ -444,7 +459,7 @@ def watch(
     from sglcache.client.mirror import Mirror
 
     if endpoint is None:
-        with _observer(_targets(socket, rank)[0].socket) as client:
+        with observer_of(targets_of(socket, rank)[0].socket) as client:
             stream = client.status()["stream"]
         if stream is None:
             raise Unavailable("the daemon publishes no events (events.enabled = false)")
@@ -481,7 +496,7 @@ def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float
     dropped: dict[int, dict[str, int]] = {}
 
     def work(target: Target) -> None:
-        with _observer(target.socket) as client:
+        with observer_of(target.socket) as client:
             while True:
                 try:
                     pages = client.clear(tier)
@@ -495,8 +510,8 @@ def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float
             told = ", ".join(f"{count:,} pages of {name.lower()}" for name, count in pages.items())
             click.echo(f"{_label(target)}dropped {told}")
 
-    targets = _targets(socket, rank)
-    code = _each(targets, work)
+    targets = targets_of(socket, rank)
+    code = each_of(targets, work)
     if as_json:
         several = {"ranks": [{"rank": offset, "pages": pages} for offset, pages in dropped.items()]}
         click.echo(json.dumps(several if len(targets) > 1 else {"pages": next(iter(dropped.values()))}))
@@ -538,7 +553,7 @@ def replay(
     from sglcache.bench import replay as work
 
     with work.trace_file(trace) as file:
-        options = work.Options(file, limit, clients, verify, max_output, _targets(socket, rank)[0].socket)
+        options = work.Options(file, limit, clients, verify, max_output, targets_of(socket, rank)[0].socket)
         with _progress(work.num_requests(file, limit)) as advance:
             report = work.replay(options, advance)
     report.trace = str(trace) if trace is not None else "made up"
@@ -548,6 +563,11 @@ def replay(
 
 bench = Lazy("sglcache.bench.cli:bench", name="bench", help="Measure it: one benchmark for each journey.")
 cli.add_command(bench)
+cli.add_command(
+    LazyCommand(
+        "sglcache.commands.verify:verify", name="verify", help="Check that the event stream says what the index holds."
+    )
+)
 
 
 @cli.command()

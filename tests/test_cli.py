@@ -13,8 +13,8 @@ import pytest
 
 from sglcache import cli
 
-COMMANDS = ("bench", "clear", "ping", "replay", "serve", "status", "version", "watch")
-NEEDS_A_DAEMON = (["ping"], ["status"], ["status", "--json"], ["watch"], ["clear"], ["replay"])
+COMMANDS = ("bench", "clear", "ping", "replay", "serve", "status", "verify", "version", "watch")
+NEEDS_A_DAEMON = (["ping"], ["status"], ["status", "--json"], ["watch"], ["clear"], ["replay"], ["verify"])
 
 
 def run(*args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:

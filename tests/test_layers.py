@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": BOTTOM | MIDDLE | {"core", "client", "integrations", "paths", "ranks", "server", "testing"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "ranks", "server", "bench"},
+    "commands": BOTTOM | {"cli", "client", "paths"},
     "__main__": {"cli"},
 }
 
@@ -60,8 +61,8 @@ HOME = {
     "aiohttp": {"server"},
     "prometheus_client": {"server"},
     "uvloop": {"server", "bench"},
-    "click": {"cli", "bench", "integrations"},
-    "rich": {"cli", "bench"},
+    "click": {"cli", "bench", "commands", "integrations"},
+    "rich": {"cli", "bench", "commands"},
     "pydantic": {"config"},
     "hypothesis": {"testing"},
 }

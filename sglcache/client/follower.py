@@ -40,10 +40,14 @@ class Fact(NamedTuple):
 class Follower:
     """Keeps a `MirrorState` as near to the stream as its messages allow."""
 
-    def __init__(self, *, rank: int = 0, can_ask: bool = True) -> None:
-        """`can_ask`: there is someone to answer replays. Without, what came before the join and each gap is a loss."""
+    def __init__(self, *, rank: int = 0, can_ask: bool = True, since: int = 0) -> None:
+        """`can_ask`: there is someone to answer replays. Without, what came before the join and each gap is a loss.
+
+        `since`: the number to begin with, if it can be had: 0 is a snapshot, a life's first number its whole story.
+        """
         self.state = MirrorState(rank)
         self.can_ask = can_ask
+        self._since = since
         self.asked_from: int | None = None  # a replay from this number is wanted, or under way
         self.requests = 0
         self.bad_messages = 0
@@ -58,7 +62,7 @@ class Follower:
         self._bad_seq = -1  # the last number that could not be read
         self._to_mend = False  # because of it the picture is not all there: a snapshot would be
         if can_ask:
-            self._ask(0)
+            self._ask(since)
 
     @property
     def synced(self) -> bool:
@@ -108,7 +112,7 @@ class Follower:
 
     def lost_replay(self) -> None:
         """Nothing more will come of it: ask again. Part of a snapshot is nothing to go on from."""
-        self._ask(0 if self.state.snapshot is not None else self.state.next_seq or 0)
+        self._ask(0 if self.state.snapshot is not None else self.state.next_seq or self._since)
 
     def bad_message(self) -> None:
         """Frames that are no message of this protocol. If a batch was meant, its number will be missed."""

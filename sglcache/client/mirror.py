@@ -88,11 +88,13 @@ class Mirror:
         *,
         topic: str = "",
         rank: int = 0,
+        since: int = 0,
         replay_timeout_s: float = 2.0,
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
     ) -> None:
-        self._open([Source(endpoint, replay_endpoint, topic, rank)], replay_timeout_s, curve, hash_name)
+        """`since`: the number to begin with, if it can be had; by default it begins with a snapshot."""
+        self._open([Source(endpoint, replay_endpoint, topic, rank)], replay_timeout_s, curve, hash_name, since)
 
     @classmethod
     def of(
@@ -127,7 +129,12 @@ class Mirror:
         )
 
     def _open(
-        self, sources: Sequence[Source], timeout_s: float, curve: Curve | None, hash_name: str | BlockHashes | None
+        self,
+        sources: Sequence[Source],
+        timeout_s: float,
+        curve: Curve | None,
+        hash_name: str | BlockHashes | None,
+        since: int = 0,
     ) -> None:
         self._block_hashes = named(hash_name) if isinstance(hash_name, str) else hash_name
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -136,7 +143,7 @@ class Mirror:
             for source in sources:
                 if source.rank in self._streams:
                     raise BadRequest(f"two streams of rank {source.rank}")
-                self._streams[source.rank] = _Stream(self._context, source, timeout_s, curve)
+                self._streams[source.rank] = _Stream(self._context, source, timeout_s, curve, since)
         except BaseException:
             self.close()
             raise
@@ -269,11 +276,10 @@ class Mirror:
         next step, and the picture is that of `seq`, unless it was past it already.
         """
         stream = self._first if rank is None else self._stream(rank)
-        follower = stream.follower
         deadline = time.monotonic() + timeout_s
         stream.until = seq if stop else None
         try:
-            while not (follower.synced and follower.state.next_seq is not None and follower.state.next_seq > seq):
+            while not stream.reached(seq):
                 if (left := deadline - time.monotonic()) <= 0:
                     return False
                 self.step(left)
@@ -305,9 +311,14 @@ class _Stream:
     """One rank's sockets: a subscription for as long as the mirror lives, and a new connection for each replay."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], source: Source, timeout_s: float, curve: Curve | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        source: Source,
+        timeout_s: float,
+        curve: Curve | None,
+        since: int,
     ) -> None:
-        self.follower = Follower(rank=source.rank, can_ask=source.replay_endpoint is not None)
+        self.follower = Follower(rank=source.rank, can_ask=source.replay_endpoint is not None, since=since)
         self.until: int | None = None  # leave live messages beyond this number where they are
         self._held: tuple[int, bytes] | None = None  # the first of them
         self._context = context
@@ -357,11 +368,16 @@ class _Stream:
                     self.follower.bad_message()
                     continue
                 seq, payload = int.from_bytes(frames[1], "big"), frames[2]
-            if self.until is not None and seq > self.until:
+            if self.until is not None and seq > self.until and self.reached(self.until):
                 self._held = seq, payload
                 break
             facts += self.follower.live(seq, payload)
         self._serve_requests()
+
+    def reached(self, seq: int) -> bool:
+        """Until then a message beyond it is taken in: perhaps it is the one that shows a gap."""
+        next_seq = self.follower.state.next_seq
+        return self.follower.synced and next_seq is not None and next_seq > seq
 
     def _take_replay(self, dealer: zmq.Socket[bytes], facts: list[Fact]) -> None:
         for _ in range(TURN):

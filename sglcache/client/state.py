@@ -29,6 +29,7 @@ class MirrorState:
     def __init__(self, rank: int = 0) -> None:
         """`rank`: of a batch that names none, and the one that `digests_at` tells of."""
         self.rank = rank
+        self.first_seq: int | None = None  # of the first batch that was taken in
         self.next_seq: int | None = None  # None: nothing has been applied
         self.exact = False
         self.snapshot: int | None = None  # a replay that started anew is under way; its first frame's number
@@ -78,6 +79,8 @@ class MirrorState:
             self.picture.apply(event, rank)
             if self.snapshot is None and isinstance(event, AllBlocksCleared):
                 self.exact = True
+        if self.first_seq is None:
+            self.first_seq = seq
         self.next_seq = seq + 1
         if self.exact and (batch.events or anew):
             self._note(seq)

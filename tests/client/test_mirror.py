@@ -449,6 +449,19 @@ def test_a_mirror_can_stop_at_a_number(daemon: Daemon, join: Callable[..., Mirro
     assert_exact(daemon, mirror)
 
 
+def test_a_mirror_that_shall_stop_at_a_number_that_it_missed_asks_for_it(
+    daemon: Daemon, join: Callable[..., Mirror]
+) -> None:
+    mirror = join(daemon)
+    catch_up(daemon, mirror)
+    daemon.lose_live = True
+    missed = daemon.say(stored(1))
+    daemon.lose_live = False
+    daemon.say(stored(2))
+    serve(daemon, lambda: mirror.catch_up(missed, 0.01, stop=True))
+    assert_exact(daemon, mirror)
+
+
 def test_a_digest_is_held_against_the_picture_of_its_number(daemon: Daemon, join: Callable[..., Mirror]) -> None:
     mirror = join(daemon)
     first = daemon.say(stored(1, 5), stored(5, medium="CPU_PINNED"))
