@@ -47,7 +47,7 @@ class Scene:
         self.daemon: Daemon | None = None
 
     def start(self, **arguments: Any) -> Daemon:
-        """Begin a life. The links stay cut until `mend`: whoever follows comes too late for its first batch."""
+        """Start the daemon. The links stay cut until `mend`: whoever follows comes too late for its first batch."""
         assert self.daemon is None
         self.cut()
         self.daemon = Daemon(self.folder, **arguments, **self.sections)
@@ -64,16 +64,22 @@ class Scene:
         self.replay.cut()
 
     def stop(self) -> None:
-        """End the life as an operator does."""
+        """End the daemon as an operator does."""
         assert self.daemon is not None
         daemon, self.daemon = self.daemon, None
         assert daemon.stop() == 0, daemon.said()
 
     def kill(self) -> None:
-        """End the life as the kernel does."""
+        """End the daemon as the kernel does."""
         assert self.daemon is not None
         daemon, self.daemon = self.daemon, None
         daemon.kill()
+
+    def kill_rank(self) -> None:
+        """End the rank as the kernel does, and wait until the daemon has started it again; the links stay cut."""
+        assert self.daemon is not None
+        self.cut()
+        self.daemon.next_life(self.daemon.kill_rank())
 
     def close(self) -> None:
         self.live.close()

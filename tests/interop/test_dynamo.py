@@ -118,7 +118,7 @@ class Rig:
 
     def oracle(self) -> Blocks:
         """What a router can know from the stream, by our own mirror."""
-        return Blocks({tier: self.mirror.state.blocks(tier) for tier in (Tier.DEVICE, Tier.HOST)})
+        return Blocks({tier: self.mirror.blocks(tier) for tier in (Tier.DEVICE, Tier.HOST)})
 
     def ask(self, prompt: Prompt) -> Overlap:
         found, ranks = self.indexer.query("model", prompt.tokens, instance=INSTANCE, **prompt.names)
@@ -167,10 +167,7 @@ def one_block_less_is_noticed(rig: Rig, rng: random.Random) -> None:
             tier.add(block_hash)
 
 
-NO_ARRAYS = pytest.mark.xfail(strict=True, reason="the mirror that watches beside it does not read arrays yet")
-
-
-@pytest.mark.parametrize("encoding", ["map", pytest.param("array", marks=NO_ARRAYS), "superset"])
+@pytest.mark.parametrize("encoding", ["map", "array", "superset"])
 def test_the_indexer_equals_the_index(encoding: str, tmp_path: Path, shim: Path, opened: ExitStack) -> None:
     rig = Rig(tmp_path, shim, opened, events={"encoding": encoding})
     rng = random.Random(0)
@@ -301,7 +298,7 @@ def test_dynamos_radix_tree_takes_the_stream_as_it_comes(tmp_path: Path, shim: P
     rig.drive(60, seed=1)
     last = rig.daemon.settle()["stream"]["last_seq"]
     while rig.mirror.state.next_seq is None or rig.mirror.state.next_seq <= last:
-        facts += [event for _, event in rig.mirror.step(HEARD_S)]
+        facts += [fact.event for fact in rig.mirror.step(HEARD_S)]
     events: list[dict[str, Any]] = []
     for event in facts:
         if isinstance(event, AllBlocksCleared):

@@ -56,7 +56,7 @@ def test_the_tree_that_it_draws_is_the_streams(tiers: str, tmp_path: Path, shim:
         facts: list[Any] = []
         last = daemon.status(prove=False)["stream"]["last_seq"]
         while mirror.state.next_seq is None or mirror.state.next_seq <= last:
-            facts += [event for _, event in mirror.step(HEARTBEAT_S)]
+            facts += [fact.event for fact in mirror.step(HEARTBEAT_S)]
         want = last_words(facts)
         eventually(lambda: view.drawn() == want, HEARD_S)
         assert view.drawn() == want

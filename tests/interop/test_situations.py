@@ -56,6 +56,12 @@ def followed(scene: Scene) -> None:
     scene.drive(40)
 
 
+def rank_killed(scene: Scene) -> None:
+    scene.kill_rank()
+    scene.drive(10)
+    scene.mend()
+
+
 def killed(scene: Scene) -> None:
     scene.kill()
     scene.start()
@@ -103,8 +109,7 @@ def killed_in_a_replay(scene: Scene) -> None:
     scene.replay.hold_answers(after_bytes=5000)
     scene.live.mend(scene.daemon.info["stream"]["endpoint"])
     assert scene.replay.held.wait(HEARD_S), "nobody asked for a replay"
-    scene.kill()
-    scene.start()
+    scene.kill_rank()
     scene.replay.pass_answers()
     scene.mend()
 
@@ -119,9 +124,10 @@ def all_cleared(scene: Scene) -> None:
 
 SITUATIONS: dict[str, Callable[[Scene], None]] = {
     "followed from the start": followed,
-    "the rank is killed, and starts again": killed,
-    "the daemon is stopped, and starts again": restarted,
-    "it starts again with the clock set back": clock_set_back,
+    "the rank is killed, and the daemon starts it again": rank_killed,
+    "the daemon is killed, and started again": killed,
+    "the daemon is stopped, and started again": restarted,
+    "the daemon is started again with the clock set back": clock_set_back,
     "cut off for less than the ring holds": cut_off_shortly,
     "cut off for more than the ring holds": cut_off_for_long,
     "joins late, when the stream is idle and older than the ring": before_they_join,
