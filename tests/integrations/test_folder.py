@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sglcache import config
 from sglcache.errors import ConfigError
-from sglcache.integrations.transformers import load, load_config, load_model, load_tokenizer, pool_settings
+from sglcache.integrations.transformers import load_config, load_model, load_tokenizer, pool_settings
 from sglcache.integrations.transformers.__main__ import main
 from sglcache.testing.daemon import Daemon
 
@@ -32,6 +32,7 @@ TEXT = "The cat sat on the mat, and the rat sat on the cat; the mat was flat, an
 VOCAB = 300  # every byte, the end of a text, and what was learnt
 END = "<end>"
 NUM_NEW = 6
+PAGE = Path(__file__).parents[2] / "docs" / "integrate.md"
 Run = Callable[..., "Done"]
 
 
@@ -166,12 +167,20 @@ def test_sampling_is_the_seed_s(say: Run) -> None:
     assert say(*words, "--seed", 2).answers[0]["output"] != cold["output"]
 
 
-def test_loading_is_one_call(folder: Path, daemon: Daemon) -> None:
-    with daemon.client() as client:
-        runner = load(folder, client, step_tokens=32)
-        request = runner.submit([9, 8, 7], max_new_tokens=NUM_NEW)
-        runner.run()
-    assert request.output == own_words(folder, [9, 8, 7])
+def test_the_example_of_the_documentation_runs(
+    folder: Path, daemon: Daemon, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the model, and says how much was cached: most of it, the second time."""
+    monkeypatch.setenv("SGLCACHE_SOCKET", str(daemon.socket))
+    _, source = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    said = []
+    for _ in range(2):
+        exec(source.replace("FOLDER", str(folder)), {})
+        output, _, cached = capsys.readouterr().out.rpartition("]")
+        said.append((output, int(cached)))
+    assert said == [(said[0][0], 0), (said[0][0], 48)]
+    words = tiny.greedy(load_model(folder), list(range(1, 50)), NUM_NEW)
+    assert said[0][0].startswith(str(words).removesuffix("]"))
 
 
 def test_what_is_wrong_is_said_in_a_line(folder: Path, daemon: Daemon, run: Run, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sglcache.errors import ConfigError, NoSpace, TransferError
 from sglcache.integrations.transformers import PagedModel, Part, Request, Runner, pool_settings
+from sglcache.memory.geometry import Geometry
 from sglcache.testing.daemon import Daemon
 
 BOUND = 2e-5  # of float32 logits whose largest are about 10
@@ -396,3 +397,25 @@ def test_a_model_with_windows_is_refused() -> None:
         pool_settings(Qwen2Config(use_sliding_window=True, max_window_layers=0, **tiny.SIZES))
     with pytest.raises(ConfigError, match="sliding"):
         pool_settings(MistralConfig(sliding_window=64, num_key_value_heads=2, **tiny.SIZES))
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    from transformers import LlamaConfig
+
+    with pytest.raises(ConfigError, match="llama attends to what comes later"):
+        pool_settings(LlamaConfig(is_causal=False, **tiny.SIZES))
+
+
+@pytest.mark.parametrize(("num_layers", "num_heads", "token_bytes"), [(27, 16, 55_296), (60, 128, 122_880)])
+def test_latents_take_the_room_of_latents_however_many_heads_there_are(
+    num_layers: int, num_heads: int, token_bytes: int
+) -> None:
+    """DeepSeek-V2-Lite and DeepSeek-V2, in bfloat16."""
+    from transformers import DeepseekV2Config
+
+    sizes = {"num_hidden_layers": num_layers, "num_attention_heads": num_heads}
+    for num_shards in (1, 2):
+        pool = pool_settings(DeepseekV2Config(**sizes), dtype="bfloat16", num_shards=num_shards)
+        num_pages = pool.pop("num_tokens") // 16
+        geometry = Geometry(num_pages=num_pages, **pool)  # type: ignore[arg-type]
+        assert geometry.page_bytes == 16 * token_bytes, "each shard has a replica"

@@ -34,6 +34,8 @@ def pool_settings(
     kinds.discard("full_attention")
     if kinds:
         raise ConfigError(f"{text.model_type} has layers of {', '.join(sorted(kinds))}; only full attention is cached")
+    if not getattr(text, "is_causal", True):
+        raise ConfigError(f"{text.model_type} attends to what comes later; only what can't change is cached")
     heads = _heads(text, num_shards)
     return {
         "page_size": page_size,
