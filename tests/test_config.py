@@ -195,7 +195,7 @@ def test_a_stage_differs_in_what_it_says_and_in_nothing_else() -> None:
     assert (first.pool.num_layers, first.pool.num_pages, first.host_pages) == (3, 10, 5)
     assert (second.pool.num_layers, second.pool.num_pages, second.host_pages) == (2, 20, 4)
     assert (third.pool, third.host) == (config.pool, config.host)
-    assert {stage.events for stage in (first, second, third)} == {config.events}
+    assert all(stage.events == config.events for stage in (first, second, third))
     assert load().for_stage(0) == load()
 
 
