@@ -15,7 +15,7 @@ from sglcache import config as configuration
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
 from sglcache.errors import BadRequest, ConfigError
-from sglcache.server.plan import topic_of
+from sglcache.server.plan import kv_events, plan
 from sglcache.testing.daemon import Daemon, until
 
 END = b"\xff" * 8
@@ -148,7 +148,7 @@ def test_topics_name_host_model_and_rank() -> None:
     made = configuration.parse({"model_name": "m", "events": events, "parallel": {"dp_size": 2, "pp_size": 3}})
     seats = plan(made)
     assert [seat.topic for seat in seats if seat.offset in (0, 5)] == ["{kv}@m@0@0@0", "{kv}@m@5@1@2"]
-    block = kv_events(seats, block_size=16, dp_size=2)
+    block = kv_events(made, seats)
     assert block is not None
     assert block["topic"] == "{kv}@m@", "a prefix, as ZMQ subscribes, that is every rank's"
     with pytest.raises(ConfigError, match=r"events\.topic"):
