@@ -71,7 +71,7 @@ class Listener:
         self.close()
 
 
-def replayed(endpoint: str, start: int = 0) -> list[tuple[int, Batch]]:
+def replayed(endpoint: str, start: int) -> list[tuple[int, Batch]]:
     """What replay answers from that number on."""
     context = zmq.Context()
     try:
