@@ -568,6 +568,16 @@ cli.add_command(
         "sglcache.commands.verify:verify", name="verify", help="Check that the event stream says what the index holds."
     )
 )
+cli.add_command(
+    LazyCommand(
+        "sglcache.commands.stream:announce", name="announce", help="Tell all that is cached anew on the event stream."
+    )
+)
+cli.add_command(
+    LazyCommand(
+        "sglcache.commands.stream:keygen", name="keygen", help="Make a pair of CURVE keys for the event stream."
+    )
+)
 
 
 @cli.command()

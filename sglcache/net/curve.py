@@ -65,10 +65,3 @@ def load_key(path: Path, name: str, secret: bool = False) -> tuple[bytes, bytes 
     if secret and private is None:
         raise ConfigError(f"{name}: {path} holds a public key alone; name the .key_secret file", path=name)
     return public, private
-
-
-def dial(sock: zmq.Socket[bytes], server_key: bytes, public: bytes, secret: bytes) -> None:
-    """Have a socket, not connected yet, dial one that serves CURVE under `server_key`."""
-    sock.curve_serverkey = server_key
-    sock.curve_publickey = public
-    sock.curve_secretkey = secret

@@ -15,7 +15,6 @@ import zmq
 import zmq.auth
 
 from sglcache.errors import ClosedError, ConfigError
-from sglcache.net import curve
 from sglcache.net.curve import Curve
 from sglcache.net.endpoints import Ipc, parse
 from sglcache.net.publisher import END_SEQ, MAX_ANSWERS, TURN_MESSAGES, Publisher
@@ -392,7 +391,7 @@ def certificate(folder: Path, name: str) -> Path:
 def dialled_with(sock: zmq.Socket[bytes], key: Path, server: bytes) -> zmq.Socket[bytes]:
     public, secret = zmq.auth.load_certificate(key)
     assert secret is not None
-    curve.dial(sock, server, public, secret)
+    sock.curve_serverkey, sock.curve_publickey, sock.curve_secretkey = server, public, secret
     return sock
 
 
