@@ -180,6 +180,34 @@ def runner(
     return 0
 
 
+@bench.command()
+@page_size_option
+@click.option("--prompts", type=positive, default=400, show_default=True, help="Of the throughput's.")
+@click.option("--prompt-tokens", type=click.IntRange(min=64), default=4096, show_default=True)
+@click.option(
+    "--pages", type=positive, multiple=True, help="Cached when someone comes late; may be repeated.  [default: 100000]"
+)
+@click.option("--trace", type=click.Path(path_type=Path), help="Latency under this; by default under made-up prompts.")
+@click.option("--limit", type=positive, default=300, show_default=True, help="Only the first so many requests.")
+@click.option("--indexer", metavar="URL", help="A Dynamo indexer, which is told of the stream as well.")
+@json_option
+def events(
+    page_size: int,
+    prompts: int,
+    prompt_tokens: int,
+    pages: tuple[int, ...],
+    trace: Path | None,
+    limit: int,
+    indexer: str | None,
+    as_json: bool,
+) -> int:
+    """The event stream, from a commit to who decodes it: blocks a second, how late, and someone who comes late."""
+    from sglcache.bench import events as benchmark
+
+    options = benchmark.Options(page_size, prompts, prompt_tokens, pages or (100_000,), trace, limit, indexer)
+    return _show("events", benchmark.run(options), as_json)
+
+
 # -- showing ------------------------------------------------------------------------------------------
 
 

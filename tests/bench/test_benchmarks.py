@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from sglcache.bench import index, memory, rpc, stall, start
+from sglcache.bench import events, index, memory, rpc, stall, start
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 from sglcache.errors import ConfigError, NoSpace
@@ -188,3 +188,19 @@ def test_the_command_line_compares_with_a_peer(trace: Path) -> None:
     table = CliRunner().invoke(bench, words, standalone_mode=False)
     assert table.exception is None
     assert "total_us" in table.output
+
+
+@pytest.mark.timeout(240)  # four daemons and as many subscribers
+def test_events_loses_nothing_and_finds_every_commit() -> None:
+    options = events.Options(prompts=12, prompt_tokens=256, pages=(2048,), limit=10)
+    row = events.run(options)
+    throughput = row["throughput"]
+    # 12 prompts of 16 pages: stored in both tiers, removed where a quarter, or half of them, has room.
+    assert throughput["losses"] == 0
+    assert throughput["blocks"] >= 12 * 16 * 2 + (12 - 4) * 16
+    assert 8 < throughput["bytes_per_block"] < 200
+    assert row["latency"]["commits"] == row["latency"]["ms"].samples == 10
+    late = row["snapshot of 2,048 pages"]
+    assert late["snapshots"] == 1
+    assert late["pages"] >= 2048
+    assert late["bytes"] > 2048 * 16
