@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 from typing import Annotated, Any, NamedTuple
@@ -12,7 +13,7 @@ from msgspec import Meta, Struct
 
 from sglcache.errors import ConfigError, Unavailable
 
-MAX_INFO_BYTES = 16 << 20
+MAX_ANSWER_BYTES = 256 << 20
 WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 PortNumber = Annotated[int, Meta(ge=1, le=65535)]
 
@@ -54,20 +55,31 @@ def base_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def get_json(url: str, timeout_s: float = 5.0) -> Any:
-    """What is there. Unavailable: nobody answers, or not with JSON. No proxy is asked, whatever the environment."""
+def ask_json(url: str, body: object = None, *, timeout_s: float = 5.0) -> tuple[int, Any]:
+    """Status and answer of a GET, or of a POST of `body`. No proxy is asked, whatever the environment.
+
+    Unavailable: nobody answers, or not with JSON.
+    """
+    method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=timeout_s) as answer:
-            return msgspec.json.decode(answer.read(MAX_INFO_BYTES))
-    except (OSError, ValueError) as exc:  # what urllib raises is an OSError, what it is given may be no URL
+        try:
+            answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as refusal:
+            answer = refusal
+        with answer:
+            return answer.status, msgspec.json.decode(answer.read(MAX_ANSWER_BYTES))
+    except (OSError, ValueError, http.client.HTTPException) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-        raise Unavailable(f"GET {url}: {reason}", url=url) from exc
+        raise Unavailable(f"{method} {url}: {reason}", url=url) from exc
 
 
 def discover(url: str, timeout_s: float = 5.0) -> Server:
     """Ask the server. Unavailable: it does not answer; ConfigError: it publishes nothing that could be followed."""
     url = base_url(url)
-    info = get_json(f"{url}/server_info", timeout_s)
+    status, info = ask_json(f"{url}/server_info", timeout_s=timeout_s)
+    if status != 200:
+        raise Unavailable(f"GET {url}/server_info: status {status}", url=url)
     block = info.get("kv_events") if isinstance(info, dict) else None
     if block is None:
         raise ConfigError(f"{url}/server_info has no kv_events: start the server with its event stream on, over tcp")

@@ -118,6 +118,9 @@ _decode_array: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayClea
 )
 _decode_tag = msgspec.msgpack.Decoder(_Tag).decode
 _decode_array_tag = msgspec.msgpack.Decoder(_ArrayTag).decode
+_decode_keys = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
+
+NIL = b"\xc0"  # msgpack's None
 
 _KNOWN = {kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
@@ -144,6 +147,26 @@ def decode_batch(payload: bytes) -> Batch:
     return batch
 
 
+def forms_of(payload: bytes) -> set[str]:
+    """Which forms the batch's events have: map, superset, array. ProtocolError: it is not a batch."""
+    try:
+        return {_form(raw) for raw in _decode_envelope(payload).events}
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a batch of events: {error}") from None
+
+
+def _form(raw: msgspec.Raw) -> str:
+    if _is_array(raw):
+        return "array"
+    keys = _decode_keys(raw)
+    return "superset" if bytes(keys.get("lora_name", b"")) == NIL else "map"
+
+
+def _is_array(raw: msgspec.Raw) -> bool:
+    first = memoryview(raw)[0]
+    return 0x90 <= first <= 0x9F or first in (0xDC, 0xDD)
+
+
 def _check_tokens(event: BlockStored) -> None:
     tokens, blocks = event.token_ids, len(event.block_hashes)
     if len(tokens) != blocks * event.block_size:
@@ -165,8 +188,7 @@ def _decode_each(payload: bytes) -> Batch:
 
 
 def _decode_event(raw: msgspec.Raw) -> Event | None:
-    first = memoryview(raw)[0]
-    if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):  # msgpack's arrays
+    if _is_array(raw):
         return _from_array(_decode_array.decode(raw)) if _decode_array_tag(raw).type in _KNOWN else None
     return _decode_map.decode(raw) if _decode_tag(raw).type in _KNOWN else None
 

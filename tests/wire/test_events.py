@@ -13,6 +13,7 @@ from sglcache.wire.events import (
     BlockStored,
     decode_batch,
     encode_batch,
+    forms_of,
     medium_of,
 )
 
@@ -192,3 +193,13 @@ def test_what_later_versions_add_to_an_array_is_left_out() -> None:
 def test_an_array_that_is_no_event_is_a_protocol_error(event: list[object]) -> None:
     with pytest.raises(ProtocolError):
         decode_batch(batch_of(event))
+
+
+def test_the_forms_of_a_batch_can_be_told() -> None:
+    superset = {**STORED, "medium": "GPU", "lora_name": None}
+    assert forms_of(batch_of(STORED, {"type": "AllBlocksCleared"})) == {"map"}
+    assert forms_of(batch_of({**STORED, "lora_name": "a"})) == {"map"}
+    assert forms_of(batch_of(superset, ["AllBlocksCleared"])) == {"superset", "array"}
+    assert forms_of(batch_of()) == set()
+    with pytest.raises(ProtocolError):
+        forms_of(b"\xc1")
