@@ -186,13 +186,13 @@ def serve(file: Path | None, overrides: tuple[str, ...], check: bool, verbose: i
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     started = time.perf_counter()
-    from sglcache.server import supervisor
+    from sglcache.server.supervisor import Supervisor
 
     def ready(info: dict[str, Any]) -> None:
         click.echo(_first_screen(info, time.perf_counter() - started))
         sys.stdout.flush()
 
-    code = supervisor.run(settings, ready)
+    code = Supervisor(settings).run(ready)
     click.echo("drained and stopped" if code == 0 else f"stopped with {code}")
     return code
 

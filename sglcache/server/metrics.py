@@ -1,21 +1,29 @@
 """`/metrics`: what the ranks count anyway, read when a scraper asks. Nothing here is on a command's path.
 
-Names say the unit; a counter ends in `_total`. Every sample has the label `rank`, the port offset: a rank makes its
-families and sends them as data (`packed`), and the supervisor puts those of all ranks on one page (`page`), each family
-once, as the format wants it. Pages are counted as law 4 states them: free + fenced + leased + cached = the pool.
+Names say the unit; a counter ends in `_total`. Every sample has the label `rank`, the port offset: a rank tells its
+families as data (`of_rank`), and the supervisor puts those of all ranks on one page (`page`), each family once, as the
+format wants it. Pages are counted as law 4 states them: free + fenced + leased + cached = the pool.
+
+Prometheus's library is loaded with the first page, by the supervisor alone: a rank's loop must not stall for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-if TYPE_CHECKING:  # the supervisor, which makes the page, does without the core
+if TYPE_CHECKING:  # the supervisor does without the core
     from sglcache.core.index import IndexStats
+
+
+class Family(NamedTuple):
+    """One metric, by all its labels."""
+
+    name: str  # without the suffix that its kind gives the samples
+    text: str
+    kind: Literal["gauge", "counter", "info"]
+    samples: list[tuple[dict[str, str], float]]
+
 
 # The index's counters: its name for one, ours, the labels that tell it from its siblings, the help.
 COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
@@ -82,121 +90,72 @@ STREAM: tuple[tuple[str, str, bool, str], ...] = (
 )
 
 
-class RankCollector(Collector):
-    """Makes the metric families of one rank. Keeps nothing between scrapes."""
-
-    def __init__(self, rank: int, read: Callable[[], tuple[IndexStats, object | None]], info: dict[str, str]) -> None:
-        """`read` gives the index's numbers and the publisher's (None: events are off); `info` is constant text."""
-        self.rank = str(rank)
-        self.read = read
-        self.info = info
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not read the rank, which may not stand yet."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        index, stream = self.read()
-        build = InfoMetricFamily("sglcache_build", "What runs.", labels=["rank"])
-        build.add_metric([self.rank], self.info)
-        yield build
-        yield from self._pools(index)
-        for field, name, text in GAUGES:
-            yield self._gauge(name, text, getattr(index, field))
-        yield from self._counters(index.counters)
-        if stream is not None:
-            yield from self._stream(stream)
-
-    def _pools(self, index: IndexStats) -> Iterator[Metric]:
-        where = ["rank", "resource", "tier"]
-        size = GaugeMetricFamily("sglcache_pool_pages", "Pages in the pool.", labels=where)
-        states = GaugeMetricFamily(
-            "sglcache_pages", "Pages by state; the states add up to the pool.", labels=[*where, "state"]
-        )
-        locked = GaugeMetricFamily(
-            "sglcache_locked_pages", "Of the cached pages, those in use or pinned.", labels=where
-        )
-        for pool in index.pools:
-            labels = [self.rank, pool.resource, pool.tier.name.lower()]
-            size.add_metric(labels, pool.total)
-            for state in ("free", "fenced", "leased", "cached"):
-                states.add_metric([*labels, state], getattr(pool, state))
-            locked.add_metric(labels, pool.locked)
-        return iter((size, states, locked))
-
-    def _counters(self, counters: dict[str, int]) -> Iterator[Metric]:
-        families: dict[str, CounterMetricFamily] = {}
-        for key, name, labels, text in COUNTERS:
-            if name not in families:
-                families[name] = CounterMetricFamily(name, text, labels=["rank", *labels])
-            families[name].add_metric([self.rank, *labels.values()], counters.get(key, 0))
-        return iter(families.values())
-
-    def _stream(self, stream: object) -> Iterator[Metric]:
+def of_rank(rank: int, index: IndexStats, stream: object | None, info: dict[str, str]) -> list[Family]:
+    """A rank's families: of the index, of the publisher (None: events are off), and `info`, which is constant text."""
+    own = {"rank": str(rank)}
+    families = [Family("sglcache_build", "What runs.", "info", [({**own, **info}, 1)])]
+    families += _pools(own, index)
+    families += [Family(name, text, "gauge", [(own, getattr(index, field))]) for field, name, text in GAUGES]
+    counters: dict[str, Family] = {}
+    for key, name, labels, text in COUNTERS:
+        family = counters.setdefault(name, Family(name, text, "counter", []))
+        family.samples.append(({**own, **labels}, index.counters.get(key, 0)))
+    families += counters.values()
+    if stream is not None:
         for field, name, grows, text in STREAM:
-            value: Any = getattr(stream, field)
-            if value is None:
-                continue
-            if grows:
-                family = CounterMetricFamily(name, text, labels=["rank"])
-                family.add_metric([self.rank], value)
-                yield family
-            else:
-                yield self._gauge(name, text, value)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["rank"])
-        family.add_metric([self.rank], value)
-        return family
+            if (value := getattr(stream, field)) is not None:
+                families.append(Family(name, text, "counter" if grows else "gauge", [(own, value)]))
+    return families
 
 
-class LivesCollector(Collector):
-    """What the supervisor knows of the ranks: there even where a rank is not."""
-
-    def __init__(self, up: Mapping[int, bool], restarts: Mapping[int, int]) -> None:
-        self.up = up
-        self.restarts = restarts
-
-    def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(
-            "sglcache_rank_up", "1 while the rank serves; else its other samples are missing.", labels=["rank"]
-        )
-        for rank, serves in self.up.items():
-            up.add_metric([str(rank)], serves)
-        restarts = CounterMetricFamily(
-            "sglcache_rank_restarts", "Lives of the rank beyond its first, under this supervisor.", labels=["rank"]
-        )
-        for rank, count in self.restarts.items():
-            restarts.add_metric([str(rank)], count)
-        return iter((up, restarts))
+def _pools(own: dict[str, str], index: IndexStats) -> Iterator[Family]:
+    size = Family("sglcache_pool_pages", "Pages in the pool.", "gauge", [])
+    states = Family("sglcache_pages", "Pages by state; the states add up to the pool.", "gauge", [])
+    locked = Family("sglcache_locked_pages", "Of the cached pages, those in use or pinned.", "gauge", [])
+    for pool in index.pools:
+        labels = {**own, "resource": pool.resource, "tier": pool.tier.name.lower()}
+        size.samples.append((labels, pool.total))
+        for state in ("free", "fenced", "leased", "cached"):
+            states.samples.append(({**labels, "state": state}, getattr(pool, state)))
+        locked.samples.append((labels, pool.locked))
+    return iter((size, states, locked))
 
 
-def packed(collector: Collector) -> list[Any]:
-    """The collector's families as data: [name, help, type, [[sample's name, labels, value], ...]] each."""
-    return [
-        [it.name, it.documentation, it.type, [[sample.name, sample.labels, sample.value] for sample in it.samples]]
-        for it in collector.collect()
-    ]
+def of_lives(ranks: Mapping[int, tuple[bool, int]]) -> list[Family]:
+    """What the supervisor knows of each rank, even where it is away: whether it serves, and its lives but the first."""
+    up = Family("sglcache_rank_up", "1 while the rank serves; else its other samples are missing.", "gauge", [])
+    restarts = Family(
+        "sglcache_rank_restarts", "Lives of the rank but the first, under this supervisor.", "counter", []
+    )
+    for rank, (serves, count) in ranks.items():
+        up.samples.append(({"rank": str(rank)}, serves))
+        restarts.samples.append(({"rank": str(rank)}, count))
+    return [up, restarts]
 
 
-def page(parts: Iterable[list[Any]]) -> bytes:
-    """The page that Prometheus reads, of what `packed` made; families of one name are joined."""
+def page(parts: Iterable[Iterable[Any]]) -> bytes:
+    """The page that Prometheus reads, of families (as tuples, or lists that came through a channel)."""
+    from prometheus_client import CollectorRegistry, Metric, generate_latest
+
+    suffixes = {"gauge": "", "counter": "_total", "info": "_info"}
     families: dict[str, Metric] = {}
     for name, text, kind, samples in (family for part in parts for family in part):
         family = families.setdefault(name, Metric(name, text, kind))
-        for sample, labels, value in samples:
-            family.add_sample(sample, labels, value)
+        for labels, value in samples:
+            family.add_sample(name + suffixes[kind], labels, float(value))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Fixed(families.values()))
     return generate_latest(registry)
 
 
-class _Fixed(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
+class _Fixed:
+    """As a prometheus_client collector."""
+
+    def __init__(self, families: Iterable[Any]) -> None:
         self._families = families
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[Any]:
         return []
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Any]:
         return self._families

@@ -43,6 +43,7 @@ from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
+from sglcache.server import metrics
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
 from sglcache.server.collector import Collector
@@ -306,18 +307,13 @@ class Rank:
             "stream": self._stream(),
         }
 
-    def metrics(self) -> list[Any]:
-        """This rank's families, as `metrics.page` takes them."""
-        from sglcache.server.metrics import RankCollector, packed
-
+    def metrics(self) -> list[metrics.Family]:
         publisher = self.parts.publisher
-        info = {"version": VERSION, "hash": self.config.events.hash, "model_name": self.config.model_name}
-        return packed(
-            RankCollector(
-                self.seat.offset,
-                lambda: (self.parts.index.stats(), publisher.stats() if publisher is not None else None),
-                info,
-            )
+        return metrics.of_rank(
+            self.seat.offset,
+            self.parts.index.stats(),
+            publisher.stats() if publisher is not None else None,
+            {"version": VERSION, "hash": self.config.events.hash, "model_name": self.config.model_name},
         )
 
     def _geometry(self) -> dict[str, Any]:

@@ -9,37 +9,34 @@ Laws:
   once a life was healthy for long; nothing of the others' is touched. What the system chose for a rank (port 0) is the
   next life's as well, so that who follows the stream finds it.
 * Nothing here waits for a rank. Ranks say by themselves that they are alive; one that hangs is known by its silence.
-* No rank outlives this process (`rank.serve` sees to it), however that ends.
+* No rank outlives this process (`rank.serve` sees to it), however that ends. A second signal ends all at once.
 
-Descriptors that a rank has kept here (`channel.Keep`) go to its next life: what they are is no business of this file.
-Neither torch nor zmq nor numpy is loaded here: what dies with a rank shall not take this process along.
+Descriptors that a rank has kept here (`channel.Keep`) go to its next life: what they are is no business of this part.
+Neither torch nor zmq nor numpy is loaded here: what a rank dies of shall not take this process along.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import logging
 import os
 import signal
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from sglcache import paths
 from sglcache.config import Config
 from sglcache.errors import ConfigError, SglcacheError, StartError
 from sglcache.server import doors
-from sglcache.server.channel import About, Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start, Word
+from sglcache.server.child import SIGNALS, Child
 from sglcache.server.notify import notify
-from sglcache.server.plan import Seat, kv_events, plan
-from sglcache.wire import control
+from sglcache.server.pages import RankPages
+from sglcache.server.plan import plan
 
 if TYPE_CHECKING:
     from sglcache.server.indexers import Indexers
@@ -47,10 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglcache.supervisor")
 
 EXIT_FAILED = 70  # sysexits' EX_SOFTWARE: a rank did not end in good order
-KILL_S = 5.0  # that the kernel has to end a process
-MAX_KEPT = 64  # descriptors of one rank
 PACKAGE_ROOT = Path(__file__).parents[2]
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Timing(NamedTuple):
@@ -65,68 +59,24 @@ class Timing(NamedTuple):
     healthy: float = 60.0  # a life of so long forgets the deaths before it
 
 
-class Child:
-    """One rank: its seat, and the life in it."""
-
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat  # with the endpoints as bound, once they are known
-        self.state = "starting"  # then ok, draining, waiting (for its next life) or ended
-        self.says = ""  # what it calls its own state
-        self.restarts = 0
-        self.deaths = 0  # in a row, none of them after a healthy life
-        self.facts: dict[str, Any] | None = None  # of the newest life that was ready
-        self.floor = 0
-        self.kept: dict[str, int] = {}  # descriptors for later lives; owned here
-        self.last_exit: dict[str, Any] | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self.pidfd = -1
-        self.channel: Channel | None = None
-        self.failure: Failed | None = None  # this life's last words
-        self.since = time.monotonic()  # of `state`
-        self.heard_at = 0.0
-        self.next_at = 0.0  # while waiting
-        self.timer: asyncio.TimerHandle | None = None
-        self.was_stuck = False
-
-    def become(self, state: str) -> None:
-        self.state, self.since = state, time.monotonic()
-
-    @property
-    def pid(self) -> int | None:
-        return self.process.pid if self.process is not None else None
-
-    def silent_s(self) -> float:
-        """Since its last sign of life."""
-        return time.monotonic() - self.heard_at
-
-
 class Supervisor:
     """Owns the ranks of one host. `run` is its life."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        launch: Sequence[str] | None = None,
-        timing: Timing = Timing(),  # noqa: B008  # immutable
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, config: Config, *, launch: Sequence[str] | None = None, timing: Timing | None = None) -> None:
         """ConfigError: the ranks can't be there side by side. `launch`: the command that a descriptor is added to."""
         self.config = config
-        self.timing = timing
-        self.clock = wall_clock
-        self.children = [Child(seat) for seat in plan(config)]
         self.launch = list(launch) if launch is not None else _launch()
+        self.timing = timing or Timing()
+        self.children = [Child(seat, self.timing.stuck, self._ready, self._died) for seat in plan(config)]
+        self.path = paths.supervisor_path(Path(self.children[0].seat.socket))
         self.state = "starting"  # then ok, draining
-        self.url: str | None = None
-        self._started_at = time.monotonic()
+        self._url: str | None = None
         self._error: SglcacheError | None = None  # why the start failed
         self._code = 0
-        self._stop = False  # SIGTERM or SIGINT was there
+        self._stop = False  # a signal was there, or an error of our own
         self._changed = asyncio.Event()  # something that `main` may wait for
-        self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._num_questions = 0
-        self._signals: list[int] = []
+        self._deaths = dict.fromkeys((child.seat.offset for child in self.children), 0)  # in a row
+        self._waiting: dict[int, asyncio.TimerHandle] = {}  # for the next life, by offset
         self._indexers: Indexers | None = None
 
     # -- the life -----------------------------------------------------------------------------------------
@@ -145,12 +95,13 @@ class Supervisor:
             socks = self._bind(undo)
             for number in SIGNALS:
                 loop.add_signal_handler(number, self._signalled, number)
-            undo.callback(self._let_go)
             for child in self.children:
+                undo.callback(child.close)
                 self._spawn(child)
             from sglcache.server.http import HttpServer  # not before the ranks are on their way: it takes 0.2 s
 
-            server = HttpServer(self, socks)
+            pages = RankPages(self.config, self.children, self._url, lambda: self.state, self.timing.answer)
+            server = HttpServer(pages, socks)
             await server.start()
             if self.config.events.enabled and self.config.events.dynamo_indexers:
                 from sglcache.server.indexers import Indexers
@@ -160,9 +111,9 @@ class Supervisor:
             try:
                 await self._until(lambda: self.state == "ok")
                 if self.state == "ok" and not self._stop:
-                    ready(await self.server_info())
+                    ready(await pages.server_info())
                     notify(f"READY=1\nSTATUS=serving {len(self.children)} ranks")
-                    self._watch_silence(loop)
+                    self._watch_silence(loop, set())
                     await self._until(lambda: False)
                 await self._drain()
             finally:
@@ -173,19 +124,15 @@ class Supervisor:
             raise self._error
         return self._code
 
-    def _bind(self, undo: contextlib.ExitStack) -> list[Any]:
+    def _bind(self, undo: contextlib.ExitStack) -> list[socket.socket]:
         """The sockets for HTTP, before anything is started."""
-        path = paths.supervisor_path(Path(self.children[0].seat.socket))
-        sock, lock = doors.unix(path, "control.socket")
-        undo.callback(doors.close, sock, path, lock)
-        self.path = path
+        sock, lock = doors.unix(self.path, "control.socket")
+        undo.callback(doors.close, sock, self.path, lock)
         socks = [sock]
         http = self.config.http
         if http.enabled:
-            sock = doors.tcp(http.host, http.port, "http.port")
-            undo.callback(sock.close)
-            self.url = doors.url(http.host, sock.getsockname()[1])
-            socks.append(sock)
+            socks.append(undo.enter_context(doors.tcp(http.host, http.port, "http.port")))
+            self._url = doors.url(http.host, socks[-1].getsockname()[1])
         return socks
 
     async def _until(self, so: Callable[[], bool]) -> None:
@@ -198,14 +145,10 @@ class Supervisor:
         """Have every rank end, in good order while there is time."""
         self.state = "draining"
         notify("STOPPING=1")
+        for timer in self._waiting.values():
+            timer.cancel()
         for child in self.children:
-            if child.timer is not None:
-                child.timer.cancel()
-            if child.process is None:
-                child.become("ended")
-            elif child.channel is not None:
-                child.become("draining")
-                child.channel.send(Drain())
+            child.drain()
         try:
             async with asyncio.timeout(self.timing.drain):
                 while any(child.process is not None for child in self.children):
@@ -218,25 +161,10 @@ class Supervisor:
                     logger.error("%s has not ended after %g s; it is killed", child.seat, self.timing.drain)
         logger.info("drained")
 
-    def _let_go(self) -> None:
-        """Leave no process and no descriptor behind."""
-        for child in self.children:
-            if child.timer is not None:
-                child.timer.cancel()
-            if child.process is not None:
-                child.process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the kernel can't end yet
-                    child.process.wait(KILL_S)
-                self._forget(child)
-            for fd in child.kept.values():
-                os.close(fd)
-            child.kept.clear()
-
     def _signalled(self, number: int) -> None:
         if self._stop:
             for child in self.children:
-                if child.process is not None:
-                    child.process.kill()
+                child.kill()
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
             os._exit(128 + number)
@@ -253,97 +181,14 @@ class Supervisor:
         self._code, self._stop = EXIT_FAILED, True
         self._changed.set()
 
-    # -- a rank's lives -----------------------------------------------------------------------------------
+    # -- the ranks' lives ---------------------------------------------------------------------------------
 
     def _spawn(self, child: Child) -> None:
-        ours, theirs = Channel.pair()
-        # The rank gets its signals once it can act on them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            environ = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
-            child.process = subprocess.Popen(
-                [*self.launch, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environ,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
-        child.timer = None
-        child.failure = None
-        child.channel = ours
-        child.pidfd = os.pidfd_open(child.process.pid)
-        child.become("starting")
-        child.heard_at = time.monotonic()
-        loop = asyncio.get_running_loop()
-        ours.watch(loop, lambda: self._hear(child))
-        loop.add_reader(child.pidfd, self._ended, child)
-        start = Start(
-            self.config.model_dump(mode="json"),
-            child.seat,
-            self.url,
-            child.restarts,
-            child.floor,
-            list(child.kept),
-            logging.getLogger().getEffectiveLevel(),
-            self.timing.beat,
-        )
-        if not ours.send(start, list(child.kept.values())):
-            child.process.kill()  # it would wait for ever
-        logger.info("%s starts, pid %d", child.seat, child.process.pid)
+        child.spawn(self.launch, self.config.model_dump(mode="json"), self._url, self.timing.beat)
 
-    def _hear(self, child: Child) -> None:
-        """Take in what the rank has said."""
-        channel = child.channel
-        try:
-            while channel is not None and (heard := channel.receive()) is not None:
-                child.heard_at = time.monotonic()
-                self._heard(child, *heard)
-        except EOFError:
-            assert channel is not None
-            channel.unwatch()  # its pidfd says the rest
-        except msgspec.DecodeError as exc:
-            logger.error("%s says what nobody understands (%s); it is killed", child.seat, exc)
-            assert channel is not None
-            assert child.process is not None
-            channel.unwatch()
-            child.process.kill()
-
-    def _heard(self, child: Child, word: Word, fds: list[int]) -> None:
-        match word:
-            case Ready(facts):
-                self._ready(child, facts)
-            case Beat(state, reserved):
-                child.says = state
-                child.floor = max(child.floor, reserved)
-            case Answer(question, body):
-                if (future := self._questions.pop(question, None)) is not None and not future.done():
-                    future.set_result(body)
-            case Failed():
-                child.failure = word
-            case Keep(name):
-                if name in child.kept:
-                    os.close(child.kept.pop(name))
-                if fds and len(child.kept) < MAX_KEPT:
-                    child.kept[name] = fds.pop()
-                elif fds:
-                    logger.error("%s wants more than %d descriptors kept: not %s", child.seat, MAX_KEPT, name)
-        for fd in fds:
-            os.close(fd)
-
-    def _ready(self, child: Child, facts: dict[str, Any]) -> None:
-        child.facts = facts
-        stream = facts["stream"]
-        if stream is not None:
-            child.seat = msgspec.structs.replace(
-                child.seat, endpoint=stream["endpoint"], replay_endpoint=stream["replay_endpoint"]
-            )
-        if child.state == "starting":
-            child.become("ok")
-            child.says = "ok"
+    def _ready(self, child: Child) -> None:
         if child.restarts:
-            logger.warning("%s is back, pid %s, epoch %d", child.seat, child.pid, facts["epoch"])
+            logger.warning("%s is back, pid %s", child.seat, child.process.pid if child.process is not None else None)
         if self.state == "starting" and all(each.state == "ok" for each in self.children):
             self.state = "ok"
         self._tell_indexers()
@@ -353,198 +198,61 @@ class Supervisor:
         if self.state == "ok" and self._indexers is not None:
             self._indexers.register([each.seat for each in self.children])
 
-    def _ended(self, child: Child) -> None:
-        """The rank's process is dead."""
-        process, state, failure = child.process, child.state, child.failure
-        assert process is not None
-        self._hear(child)  # its last words
-        failure = child.failure
-        code = process.wait()
-        lived = time.monotonic() - child.since
-        self._forget(child)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        child.last_exit = {
-            "pid": process.pid,
-            "status": code,
-            "why": f"{how}: {failure.message}" if failure is not None else how,
-            "at": round(self.clock(), 3),
-        }
+    def _died(self, child: Child) -> None:
+        assert child.last_exit is not None
+        why = child.last_exit["why"]
         if self.state == "draining":
-            child.become("ended")
-            if code and self._error is None:
-                logger.error("%s %s while draining", child.seat, how)
+            if child.last_exit["status"] and self._error is None:
+                logger.error("%s %s while draining", child.seat, why)
                 self._code = EXIT_FAILED
-        elif self.state == "starting" and not child.restarts:
             child.become("ended")
-            self._error = self._error or self._refusal(child, how, failure)
+        elif self.state == "starting":
+            self._error = self._error or self._refusal(child)
+            child.become("ended")
         else:
-            child.deaths = 1 if state == "ok" and lived >= self.timing.healthy else child.deaths + 1
-            wait_s = min(self.timing.first_wait * 2.0 ** min(child.deaths - 1, 60), self.timing.longest_wait)
-            logger.error("%s %s; it starts again in %g s", child.seat, child.last_exit["why"], wait_s)
-            child.become("waiting")
-            child.next_at = child.since + wait_s
-            child.timer = asyncio.get_running_loop().call_later(wait_s, self._again, child)
+            healthy = child.state == "ok" and time.monotonic() - child.since >= self.timing.healthy
+            deaths = self._deaths[child.seat.offset] = 1 if healthy else self._deaths[child.seat.offset] + 1
+            wait_s = min(self.timing.first_wait * 2.0 ** min(deaths - 1, 60), self.timing.longest_wait)
+            logger.error("%s, pid %d, %s; it starts again in %g s", child.seat, child.last_exit["pid"], why, wait_s)
+            self._wait(child, wait_s)
         self._changed.set()
+
+    def _wait(self, child: Child, wait_s: float) -> None:
+        child.become("waiting")
+        child.next_at = child.since + wait_s
+        self._waiting[child.seat.offset] = asyncio.get_running_loop().call_later(wait_s, self._again, child)
 
     def _again(self, child: Child) -> None:
         child.restarts += 1
         try:
             self._spawn(child)
-        except OSError as exc:  # no process, no descriptor, no memory
-            logger.error("%s can't be started: %s; trying again in %g s", child.seat, exc, self.timing.longest_wait)
+        except OSError as exc:
+            logger.error("%s can't be started: %s", child.seat, exc)
             child.restarts -= 1
-            child.timer = asyncio.get_running_loop().call_later(self.timing.longest_wait, self._again, child)
+            self._wait(child, self.timing.longest_wait)
 
-    def _forget(self, child: Child) -> None:
-        """The process is dead: let go of what there is of it."""
-        child.process = None
-        asyncio.get_running_loop().remove_reader(child.pidfd)
-        os.close(child.pidfd)
-        child.pidfd = -1
-        if child.channel is not None:
-            child.channel.close()
-            child.channel = None
-
-    def _refusal(self, child: Child, how: str, failure: Failed | None) -> SglcacheError:
+    def _refusal(self, child: Child) -> SglcacheError:
+        """Why there is no start, of a rank that ended before it served."""
+        assert child.last_exit is not None
         where = f"{child.seat}: " if len(self.children) > 1 else ""
-        if failure is None:
-            return StartError(f"{where}it {how} before it served; the log says why", rank=child.seat.offset)
-        if failure.code == ConfigError.code:
+        failure = child.failure
+        if failure is not None and failure.code == ConfigError.code:
             return ConfigError(where + failure.message, **failure.facts)
-        return StartError(f"{where}it {how} before it served: {failure.message}", rank=child.seat.offset)
+        log = "" if failure is not None else "; the log says why"
+        return StartError(f"{where}it {child.last_exit['why']}, before it served{log}", rank=child.seat.offset)
 
-    def _watch_silence(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Log when a rank falls silent, and when it is heard again."""
+    def _watch_silence(self, loop: asyncio.AbstractEventLoop, silent: set[int]) -> None:
+        """Log when a rank falls silent, and when it is heard again; `silent`: those that are known to be."""
         for child in self.children:
-            stuck = self._stuck(child)
-            if stuck and not child.was_stuck:
+            offset = child.seat.offset
+            if child.stuck and offset not in silent:
                 logger.error("%s is stuck: no sign of life for %.1f s", child.seat, child.silent_s())
-            elif child.was_stuck and not stuck and child.state == "ok":
-                logger.warning("%s is alive again", child.seat)
-            child.was_stuck = stuck
-        loop.call_later(self.timing.beat, self._watch_silence, loop)
-
-    # -- telling ------------------------------------------------------------------------------------------
-
-    def _stuck(self, child: Child) -> bool:
-        return child.state in ("ok", "draining") and child.silent_s() > self.timing.stuck
-
-    def _state(self, child: Child) -> dict[str, Any]:
-        """How a rank is, as /health and /server_info say it."""
-        if child.channel is not None:
-            self._hear(child)  # what came while this process itself was held up
-        stuck = self._stuck(child)
-        state: dict[str, Any] = {
-            "rank": child.seat.offset,
-            "dp_rank": child.seat.dp_rank,
-            "pp_rank": child.seat.pp_rank,
-            "state": "stuck" if stuck else child.says if child.state == "ok" else child.state,
-            "pid": child.pid,
-            "restarts": child.restarts,
-        }
-        if stuck:
-            state["silent_s"] = round(child.silent_s(), 1)
-        if child.state == "waiting":
-            state["starts_in_s"] = round(max(0.0, child.next_at - time.monotonic()), 1)
-        if child.last_exit is not None:
-            state["last_exit"] = child.last_exit
-        return state
-
-    def health(self) -> dict[str, Any]:
-        ranks = [self._state(child) for child in self.children]
-        bad = [state for state in ranks if state["state"] != "ok"]
-        status = self.state if self.state != "ok" else "degraded" if bad else "ok"
-        health: dict[str, Any] = {"status": status, "uptime_s": round(time.monotonic() - self._started_at, 3)}
-        if bad:
-            health["reason"] = "; ".join(map(_in_words, bad))
-        return {**health, "ranks": ranks}
-
-    async def server_info(self) -> dict[str, Any]:
-        facts = await self._ask("facts")
-        config, seats = self.config, [child.seat for child in self.children]
-        parallel = config.parallel
-        ranks = []
-        for child, told in zip(self.children, facts, strict=True):
-            known = (
-                told or child.facts or {"socket": child.seat.socket, "epoch": None, "geometry": None, "stream": None}
-            )
-            ranks.append({**known, **self._state(child)})
-        return {
-            "version": importlib.metadata.version("sglcache"),
-            "protocol": control.PROTOCOL,
-            "model_name": config.model_name,
-            "page_size": config.pool.page_size,
-            "dp_size": parallel.dp_size,
-            "pp_size": parallel.pp_size,
-            "hash": config.events.hash,
-            "kv_events": kv_events(config, seats),
-            "pipeline_endpoints": [
-                {
-                    "rank": seat.offset,
-                    "dp_rank": seat.dp_rank,
-                    "pp_rank": seat.pp_rank,
-                    "endpoint": seat.endpoint,
-                    "replay_endpoint": seat.replay_endpoint,
-                }
-                for seat in seats
-                if seat.pp_rank > 0 and seat.endpoint is not None
-            ],
-            "pid": os.getpid(),
-            "http": self.url,
-            "ranks": ranks,
-        }
-
-    async def digest(self) -> dict[str, Any]:
-        """What a mirror of each rank must have, as of the number `seq` of its stream; nothing of one that is away."""
-        digests = await self._ask("digest")
-        return {
-            "ranks": [
-                {"rank": child.seat.offset, "dp_rank": child.seat.dp_rank, "pp_rank": child.seat.pp_rank, **digest}
-                for child, digest in zip(self.children, digests, strict=True)
-                if digest is not None
-            ]
-        }
-
-    async def metrics(self) -> bytes:
-        from sglcache.server import metrics
-
-        families = await self._ask("metrics")
-        offsets = [child.seat.offset for child in self.children]
-        lives = metrics.LivesCollector(
-            dict(zip(offsets, (each is not None for each in families), strict=True)),
-            dict(zip(offsets, (child.restarts for child in self.children), strict=True)),
-        )
-        return metrics.page([metrics.packed(lives), *filter(None, families)])
-
-    async def _ask(self, about: About) -> list[Any]:
-        """What each rank answers; None of one that does not, in time."""
-        asked: list[asyncio.Future[Any] | None] = []
-        for child in self.children:
-            if child.channel is not None:
-                self._hear(child)
-            self._num_questions += 1
-            reachable = child.state in ("ok", "draining") and not self._stuck(child)
-            if reachable and child.channel is not None and child.channel.send(Ask(self._num_questions, about)):
-                future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                self._questions[self._num_questions] = future
-                asked.append(future)
-            else:
-                asked.append(None)
-        waited = [future for future in asked if future is not None]
-        if waited:
-            await asyncio.wait(waited, timeout=self.timing.answer)
-        self._questions = {n: future for n, future in self._questions.items() if future not in waited}
-        return [future.result() if future is not None and future.done() else None for future in asked]
-
-
-def _in_words(state: dict[str, Any]) -> str:
-    words = f"rank {state['rank']} is {state['state']}"
-    if "silent_s" in state:
-        words += f": no sign of life for {state['silent_s']} s"
-    if state["state"] == "waiting":
-        words += f" for its next start in {state['starts_in_s']} s: pid {state['last_exit']['pid']}"
-        words += f" {state['last_exit']['why']}"
-    return words
+                silent.add(offset)
+            elif offset in silent and not child.stuck:
+                silent.remove(offset)
+                if child.state == "ok":
+                    logger.warning("%s is alive again", child.seat)
+        loop.call_later(self.timing.beat, self._watch_silence, loop, silent)
 
 
 def _launch() -> list[str]:
@@ -554,8 +262,3 @@ def _launch() -> list[str]:
     """
     from_here = sys.path and Path(sys.path[0] or ".").resolve() == PACKAGE_ROOT
     return [sys.executable, *([] if from_here else ["-P"]), "-m", "sglcache.server"]
-
-
-def run(config: Config, ready: Callable[[dict[str, Any]], None] = lambda info: None) -> int:
-    """Be the daemon in this process until a signal. The exit status; ConfigError, StartError: it can't start."""
-    return Supervisor(config).run(ready)

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglcache.core.index import Index, IndexConfig
 from sglcache.net.publisher import PublisherStats
-from sglcache.server.metrics import COUNTERS, GAUGES, STREAM, LivesCollector, RankCollector, packed
+from sglcache.server.metrics import COUNTERS, GAUGES, STREAM, of_lives, of_rank
 from sglcache.server.metrics import page as joined
 
 STREAM_STATS = PublisherStats(
@@ -18,7 +18,7 @@ STREAM_STATS = PublisherStats(
 
 
 def page(index: Index, stream: PublisherStats | None = STREAM_STATS) -> str:
-    return joined([packed(RankCollector(3, lambda: (index.stats(), stream), {"version": "1"}))]).decode()
+    return joined([of_rank(3, index.stats(), stream, {"version": "1"})]).decode()
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -71,10 +71,10 @@ def test_names_and_help_keep_the_rules() -> None:
 
 def test_several_ranks_stand_on_one_page_each_family_once() -> None:
     index = Index(IndexConfig(page_size=4, num_pages=8))
-    ranks = [packed(RankCollector(rank, lambda: (index.stats(), STREAM_STATS), {"version": "1"})) for rank in (0, 2)]
+    ranks = [of_rank(rank, index.stats(), STREAM_STATS, {"version": "1"}) for rank in (0, 2)]
     # As it comes through the channel.
     ranks = msgspec.msgpack.decode(msgspec.msgpack.encode(ranks))
-    lives = packed(LivesCollector({0: True, 1: False, 2: True}, {0: 0, 1: 4, 2: 0}))
+    lives = of_lives({0: (True, 0), 1: (False, 4), 2: (True, 0)})
     text = joined([lives, *ranks]).decode()
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
     assert len(names) == len(set(names))

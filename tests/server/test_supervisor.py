@@ -23,7 +23,7 @@ from sglcache.testing.daemon import Daemon, DaemonError, until
 from sglcache.wire.events import AllBlocksCleared, BlockStored
 
 TOKENS = list(range(64))
-QUICK = {"beat": 0.05, "stuck": 0.5, "answer": 0.3}
+QUICK = {"beat": 0.05, "stuck": 0.5, "answer": 5.0}  # a loaded machine answers slowly
 
 # Plants what a rank does where it is built: `offset` is its offset.
 AT_BUILD = """
@@ -269,12 +269,12 @@ def test_a_rank_that_hangs_is_told_of_within_the_deadline_and_is_well_again_afte
 
 def test_a_rank_that_has_just_hung_holds_a_page_up_no_longer_than_its_deadline(tmp_path: Path) -> None:
     """Before its silence is long enough to be told from a pause it is still asked."""
-    with Daemon(tmp_path, dp_size=2, timing={**QUICK, "stuck": 600.0}) as daemon:
+    with Daemon(tmp_path, dp_size=2, timing={"stuck": 600.0, "answer": 0.3}) as daemon:
         os.kill(daemon.rank(1).pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
             info = daemon.ask()
-            assert time.monotonic() - started < QUICK["answer"] + 1.5
+            assert time.monotonic() - started < 2.0
             assert [row["epoch"] for row in info["ranks"]] == [row["epoch"] for row in daemon.info["ranks"]]
         finally:
             os.kill(daemon.rank(1).pid, signal.SIGCONT)
@@ -398,13 +398,15 @@ def test_a_taken_port_of_one_rank_stops_the_start_at_once_by_name(tmp_path: Path
 
 
 def test_a_rank_that_breaks_at_the_start_stops_it_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(DaemonError, match=r"StartError: rank 1 .* ended with 70 before it served: ZeroDivisionError"):
+    with pytest.raises(
+        DaemonError, match=r"StartError: rank 1 .*: it ended with 70: ZeroDivisionError: .*, before it s"
+    ):
         Daemon(tmp_path, dp_size=2, prelude=planted("1 // (1 - offset)"))
     assert starts(tmp_path) == [1, 1]
 
 
 def test_a_rank_that_says_nothing_at_the_start_stops_it_too(tmp_path: Path) -> None:
-    with pytest.raises(DaemonError, match="StartError: it ended with 3 before it served; the log says why"):
+    with pytest.raises(DaemonError, match="StartError: it ended with 3, before it served; the log says why"):
         Daemon(tmp_path, prelude="import sys; sys.exit(3)")
 
 
