@@ -163,8 +163,9 @@ Answer: TypeAlias = tuple[Overlap, dict[int, int]]
 class Indexer(Consumer):
     """NVIDIA Dynamo's standalone indexer."""
 
-    def __init__(self, folder: Path, shim: Path) -> None:
-        super().__init__(folder, shim, "indexer", "dynamo.indexer", "--port", "0")
+    def __init__(self, folder: Path, shim: Path, port: int = 0) -> None:
+        """`port`: 0 is the system's choice."""
+        super().__init__(folder, shim, "indexer", "dynamo.indexer", "--port", str(port))
 
     def register(
         self,
