@@ -42,4 +42,4 @@ sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("sglang/srt/disaggrega
     done
     echo "$wanted" >"$venv/installed"
 fi
-exec .venv/bin/python -m pytest -m interop tests/interop -rs "$@"
+exec .venv/bin/python -m pytest -m interop tests/interop -n auto --dist worksteal -rs "$@"

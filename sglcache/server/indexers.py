@@ -4,8 +4,9 @@ An indexer's listener waits for the END of a replay without a limit (seen in ai-
 answer was lost with a rank's life waits for ever, and says that it is active. It forgets an instance only as a whole,
 all ranks of it: so all are registered anew with each start of one, and each finds its picture by a snapshot.
 
-Its API: POST /register (201; 409: that rank is registered), POST /unregister (200; 404: there is no such instance),
-GET /workers. Nothing here holds up the ranks: an indexer that does not answer is asked again, ever more patiently.
+Its API: POST /register (201; 409: that rank is registered, or the instance under another model's name, or the model
+has blocks of another size), POST /unregister (200; 404: there is no such instance of that model), GET /workers.
+Nothing here holds up the ranks: an indexer that does not answer, or refuses, is asked again, ever more patiently.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TIMEOUT_S = 5.0  # of a request
 WAIT_S = 0.5, 30.0  # before the next try: first and longest
 LOOK_S = 10.0  # between two looks whether the indexer, which may have been started anew, still knows the ranks
 FAREWELL_S = 1.0
+UNREADABLE = (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError)
 
 
 class Indexers:
@@ -93,52 +95,61 @@ class Indexers:
         assert session is not None
         anew = True
         wait_s = WAIT_S[0]
-        complained = False
+        complaint = ""
         while True:
-            if await self._told(session, url, anew):
+            problem = await self._tell(session, url) if anew else ""
+            if not problem:
                 if anew:
                     logger.info("registered %d ranks at %s as instance %d", len(self._wanted), url, self.instance_id)
-                anew, complained, wait_s = False, False, WAIT_S[0]
+                complaint, wait_s = "", WAIT_S[0]
                 await asyncio.sleep(self._look_s)
                 anew = not await self._known(session, url)
             else:
-                if not complained:
-                    logger.warning("the indexer at %s can't be told of this host's ranks; trying again", url)
-                complained = True
+                if problem != complaint:
+                    logger.warning("the indexer at %s does not know this host's ranks: %s; trying again", url, problem)
+                complaint = problem
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, WAIT_S[1])
 
-    async def _told(self, session: aiohttp.ClientSession, url: str, anew: bool) -> bool:
-        if not anew:
-            return True
-        if await self._ask(session, url, "unregister") not in (200, 404):
-            return False
+    async def _tell(self, session: aiohttp.ClientSession, url: str) -> str:
+        """Have it forget this instance, by whatever name it has it, and know the ranks. Empty, or what was wrong."""
+        try:
+            names = {self.model_name, *(each["model_name"] for each in await self._mine(session, url))}
+        except UNREADABLE as exc:
+            return f"GET /workers: {exc!r}"
+        for name in sorted(names):
+            status, text = await self._ask(session, url, "unregister", model_name=name)
+            if status not in (200, 404):
+                return f"/unregister said {text}"
         for body in self._wanted:
-            if await self._ask(session, url, "register", **body) not in (201, 409):
-                return False
-        return True
+            status, text = await self._ask(session, url, "register", **body)
+            if status != 201:
+                return f"/register said {text}"
+        return ""
 
     async def _known(self, session: aiohttp.ClientSession, url: str) -> bool:
         """Whether the indexer has every rank where it is; True if it can't be asked, for then it can't be told."""
         try:
-            async with session.get(f"{url}/workers") as answer:
-                workers = await answer.json(content_type=None)
-            mine = next((each for each in workers if each["instance_id"] == self.instance_id), None)
-            have = mine["endpoints"] if mine is not None else {}
+            mine = [each for each in await self._mine(session, url) if each["model_name"] == self.model_name]
+            have = mine[0]["endpoints"] if mine else {}
             return all(have.get(str(body["dp_rank"])) == body["endpoint"] for body in self._wanted)
-        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError):
+        except UNREADABLE:
             return True
 
-    async def _ask(self, session: aiohttp.ClientSession, url: str, what: str, **more: Any) -> int | None:
-        """The status; None: there was no answer."""
+    async def _mine(self, session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
+        """What it knows of this instance."""
+        async with session.get(f"{url}/workers") as answer:
+            answer.raise_for_status()
+            return [each for each in await answer.json(content_type=None) if each["instance_id"] == self.instance_id]
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, what: str, **more: Any) -> tuple[int | None, str]:
+        """The status, None if there was no answer; and what was said."""
         body = {"instance_id": self.instance_id, "model_name": self.model_name, **more}
         try:
             async with session.post(f"{url}/{what}", json=body) as answer:
-                if answer.status >= 400 and answer.status not in (404, 409):
-                    logger.error("%s/%s said %d: %s", url, what, answer.status, (await answer.text())[:500])
-                return answer.status
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+                return answer.status, f"{answer.status}: {(await answer.text())[:500]}"
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            return None, f"nothing ({exc!r})"
 
 
 def _own_id(config: Config) -> int:

@@ -18,7 +18,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SGLCACHE_INTEROP_PYTHON", ROOT / ".venv-interop/bin/python"))
@@ -156,13 +156,16 @@ class Overlap(NamedTuple):
 
 
 NONE = Overlap(0, 0)
+Answer: TypeAlias = tuple[Overlap, dict[int, int]]
+"""The most that a rank has, and by rank what is on the device, in tokens."""
 
 
 class Indexer(Consumer):
     """NVIDIA Dynamo's standalone indexer."""
 
-    def __init__(self, folder: Path, shim: Path) -> None:
-        super().__init__(folder, shim, "indexer", "dynamo.indexer", "--port", "0")
+    def __init__(self, folder: Path, shim: Path, port: int = 0) -> None:
+        """`port`: 0 is the system's choice."""
+        super().__init__(folder, shim, "indexer", "dynamo.indexer", "--port", str(port))
 
     def register(
         self,
@@ -185,15 +188,15 @@ class Indexer(Consumer):
 
     def query(
         self, model: str, tokens: list[int], *, instance: int, lora: str | None = None, cache_salt: str | None = None
-    ) -> tuple[Overlap, dict[int, int]]:
-        """What it would route by: the most that a rank of the instance has, and what is on the device by rank."""
+    ) -> Answer:
+        """What it would route by."""
         names = {"lora_name": lora, "cache_salt": cache_salt}
         body = {"token_ids": tokens, "model_name": model, **{key: name for key, name in names.items() if name}}
         status, answer = self.ask("POST", "/query", body)
         assert status == 200, answer
         return _overlap(answer, instance)
 
-    def query_by_hash(self, model: str, hashes: list[int], *, instance: int) -> tuple[Overlap, dict[int, int]]:
+    def query_by_hash(self, model: str, hashes: list[int], *, instance: int) -> Answer:
         """As `query`, with the block hashes computed by the asker."""
         status, answer = self.ask("POST", "/query_by_hash", {"block_hashes": hashes, "model_name": model})
         assert status == 200, answer
@@ -210,7 +213,7 @@ class Indexer(Consumer):
         return found
 
 
-def _overlap(answer: dict[str, Any], instance: int) -> tuple[Overlap, dict[int, int]]:
+def _overlap(answer: dict[str, Any], instance: int) -> Answer:
     found = answer["instances"].get(str(instance))
     if found is None:
         return NONE, {}

@@ -28,6 +28,7 @@ class Indexer:
         self.instances: dict[int, dict[int, dict[str, Any]]] = {}
         self.said: list[str] = []
         self.broken = False
+        self.block_size: int | None = None  # of the model's blocks, if it has some already
         self.port = 0
         self._runner: web.AppRunner | None = None
 
@@ -49,23 +50,33 @@ class Indexer:
     async def _register(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.said.append(f"register {body['dp_rank']}")
-        ranks = self.instances.setdefault(body["instance_id"], {})
         if self.broken:
             return web.json_response({"error": "out of order"}, status=500)
-        if body["dp_rank"] in ranks:
+        if self.block_size not in (None, body["block_size"]):
+            return web.json_response({"error": "block_size mismatch"}, status=409)
+        ranks = self.instances.setdefault(body["instance_id"], {})
+        if body["dp_rank"] in ranks or any(rank["model_name"] != body["model_name"] for rank in ranks.values()):
             return web.json_response({"error": "already registered"}, status=409)
         ranks[body["dp_rank"]] = body
         return web.json_response({"status": "ok"}, status=201)
 
     async def _unregister(self, request: web.Request) -> web.Response:
         self.said.append("unregister")
-        known = self.instances.pop((await request.json())["instance_id"], None)
-        return web.json_response({"status": "ok"}, status=404 if known is None else 200)
+        body = await request.json()
+        ranks = self.instances.get(body["instance_id"], {})
+        if not any(rank["model_name"] == body["model_name"] for rank in ranks.values()):
+            return web.json_response({"error": "not found"}, status=404)
+        del self.instances[body["instance_id"]]
+        return web.json_response({"status": "ok"}, status=200)
 
     async def _workers(self, _: web.Request) -> web.Response:
         return web.json_response(
             [
-                {"instance_id": instance, "endpoints": {str(rank): body["endpoint"] for rank, body in ranks.items()}}
+                {
+                    "instance_id": instance,
+                    "model_name": next(iter(ranks.values()))["model_name"],
+                    "endpoints": {str(rank): body["endpoint"] for rank, body in ranks.items()},
+                }
                 for instance, ranks in self.instances.items()
             ]
         )
@@ -165,6 +176,40 @@ def test_an_indexer_that_can_t_be_told_is_told_later(how: str, monkeypatch: pyte
             await until(lambda: indexer.said.count("register 0") > 1)
             indexer.broken = False
         await until(lambda: len(indexer.instances.get(7, {})) == 2)
+        await indexers.close()
+
+    play(story)
+
+
+def test_what_it_refuses_is_said_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """409 is not only "already registered": with blocks of another size in the model nothing of ours would be known."""
+    monkeypatch.setattr("sglcache.server.indexers.WAIT_S", (0.01, 0.05))
+
+    async def story(indexer: Indexer) -> None:
+        config = config_for(indexer)
+        indexer.block_size = 64
+        indexers = Indexers(config)
+        indexers.register(plan(config))
+        await until(lambda: indexer.said.count("register 0") > 3)
+        assert [record.getMessage().count("block_size mismatch") for record in caplog.records] == [1]
+        indexer.block_size = None
+        await until(lambda: len(indexer.instances.get(7, {})) == 2)
+        await indexers.close()
+
+    play(story)
+
+
+def test_an_instance_of_another_models_name_is_forgotten_first() -> None:
+    """A daemon that was killed has not said goodbye, and its model may have another name in its next life."""
+
+    async def story(indexer: Indexer) -> None:
+        config = config_for(indexer)
+        indexer.instances[7] = {0: {"model_name": "before", "endpoint": "tcp://127.0.0.1:1"}}
+        indexers = Indexers(config)
+        indexers.register(plan(config))
+        await until(lambda: [rank["model_name"] for rank in indexer.instances.get(7, {}).values()] == ["m", "m"])
         await indexers.close()
 
     play(story)
