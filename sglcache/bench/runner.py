@@ -107,7 +107,7 @@ def _room(options: Options) -> int:
     """Tokens of the pool: nothing that is measured is pushed out by what is measured."""
     questions = 2 * (options.pairs + 1) * (options.question_tokens + 2 * options.page_size)
     batch = options.batch * (options.batch_prompt + options.new_tokens + options.page_size)
-    return 2 * max(options.prompts) + questions + batch + options.new_tokens
+    return 2 * max(options.step_tokens, *options.prompts) + questions + batch + options.new_tokens
 
 
 class _Told(NamedTuple):
@@ -126,6 +126,11 @@ class _Pair:
         paged = PagedModel(self._build(config), client)
         self.runner = Runner(client, paged, step_tokens=options.step_tokens, max_running=options.batch)
         self._drawn = 0
+        # Who comes first would pay for what is made once: kernels for a chunk's shape.
+        prompt = self._draw(options.step_tokens)
+        self._ask(prompt, 0, 0)
+        self._own_ask(prompt, DynamicCache(config=self.own.config), 0)
+        self._plain_ask(prompt)
 
     def _build(self, config: Any) -> Any:
         torch.manual_seed(0)

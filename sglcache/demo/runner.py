@@ -33,6 +33,7 @@ def config() -> Any:
 
 
 def main(socket: str) -> None:
+    torch.set_num_threads(1)  # several wait for the slowest, which on a busy machine takes many times as long
     torch.manual_seed(0)
     with Client(socket, name="demo runner") as client:
         model = PagedModel(LlamaForCausalLM(config()), client)
