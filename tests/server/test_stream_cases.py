@@ -72,12 +72,13 @@ def test_a_stuck_publisher_delays_nobody_and_what_is_lost_is_counted_shown_and_h
 @pytest.fixture
 def dealers() -> Iterator[Any]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    asked: list[zmq.Socket[bytes]] = []
 
     def ask(endpoint: str, *frames: bytes, kind: int = zmq.DEALER) -> zmq.Socket[bytes]:
-        sock = context.socket(kind)
-        sock.connect(endpoint)
-        sock.send_multipart(frames)
-        return sock
+        asked.append(context.socket(kind))
+        asked[-1].connect(endpoint)
+        asked[-1].send_multipart(frames)
+        return asked[-1]
 
     yield ask
     context.destroy(linger=0)
