@@ -97,7 +97,10 @@ class Supervisor:
                 loop.add_signal_handler(number, self._signalled, number)
             for child in self.children:
                 undo.callback(child.close)
-                self._spawn(child)
+                try:
+                    self._spawn(child)
+                except OSError as exc:
+                    raise StartError(f"{child.seat} can't be started: {exc}", rank=child.seat.offset) from exc
             from sglcache.server.http import HttpServer  # not before the ranks are on their way: it takes 0.2 s
 
             pages = RankPages(self.config, self.children, self._url, lambda: self.state, self.timing.answer)
