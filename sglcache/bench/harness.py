@@ -28,7 +28,7 @@ B = TypeVar("B")
 Row = dict[str, Any]
 
 MIN_PAIRS = 7
-PACKAGES = ("sglcache", "numpy", "msgspec", "ormsgpack", "xxhash", "uvloop", "torch")
+PACKAGES = ("sglcache", "numpy", "msgspec", "ormsgpack", "xxhash", "uvloop", "torch", "transformers")
 
 
 class BenchError(SglcacheError):
