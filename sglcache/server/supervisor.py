@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglcache import paths
 from sglcache.config import Config
 from sglcache.errors import ConfigError, SglcacheError, StartError
-from sglcache.server import doors
+from sglcache.memory.geometry import Geometry
+from sglcache.server import doors, room
 from sglcache.server.child import SIGNALS, Child
 from sglcache.server.notify import notify
 from sglcache.server.pages import RankPages
@@ -114,6 +115,7 @@ class Supervisor:
             try:
                 await self._until(lambda: self.state == "ok")
                 if self.state == "ok" and not self._stop:
+                    self._weigh()
                     ready(await pages.server_info())
                     notify(f"READY=1\nSTATUS=serving {len(self.children)} ranks")
                     self._watch_silence(loop, set())
@@ -137,6 +139,11 @@ class Supervisor:
             socks.append(undo.enter_context(doors.tcp(http.host, http.port, "http.port")))
             self._url = doors.url(http.host, socks[-1].getsockname()[1])
         return socks
+
+    def _weigh(self) -> None:
+        geometries = [Geometry(**child.facts["geometry"]) for child in self.children if child.facts is not None]
+        if (warning := room.too_little(geometries, room.there())) is not None:
+            logger.warning("%s", warning)
 
     async def _until(self, so: Callable[[], bool]) -> None:
         """Wait for it, for a signal, or for the start to fail."""
