@@ -339,6 +339,10 @@ def _status_of_several(targets: list[Target], as_json: bool, prove: bool) -> int
     return EXIT_FAILED if any(row["state"] != "ok" or proof_status(row, prove) for row in rows) else 0
 
 
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else ""
+
+
 def _show_ranks(rows: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
@@ -346,25 +350,22 @@ def _show_ranks(rows: list[dict[str, Any]]) -> None:
 
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("rank", "dp", "pp"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for name in ("pid", "up", "restarts", "device", "host", "hit rate"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("proof", no_wrap=True)
+    names = ("rank", "dp", "pp", "state", "pid", "up", "restarts", "device", "host", "hits", "proof")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("state", "proof") else "right", no_wrap=True)
     notes = []
     for row in rows:
-        asked = row.get("counters", {}).get("request_tokens", 0)
-        pools = {pool["tier"]: f"{pool['cached']:,}/{pool['total']:,}" for pool in row.get("pools", ())}
+        counters = row.get("counters", {})
+        cached = {pool["tier"]: _share(pool["cached"], pool["total"]) for pool in row.get("pools", ())}
         violations = row.get("violations")
         table.add_row(
             *(str(row[name]) for name in ("rank", "dp_rank", "pp_rank", "state")),
             str(row["pid"] or ""),
             f"{row['uptime_s']:.0f} s" if "uptime_s" in row else "",
             str(row["restarts"]),
-            pools.get("DEVICE", ""),
-            pools.get("HOST", ""),
-            f"{100 * row['counters']['matched_tokens'] / asked:.1f} %" if asked else "",
+            cached.get("DEVICE", ""),
+            cached.get("HOST", ""),
+            _share(counters.get("matched_tokens", 0), counters.get("request_tokens", 0)),
             "" if violations is None else "WRONG" if violations else "right",
         )
         if "silent_s" in row:
@@ -436,7 +437,7 @@ def _show_status(facts: dict[str, Any]) -> None:
 
 @cli.command()
 @socket_option
-@rank_option("the first")
+@rank_option("all")
 @click.option("--endpoint", help="The stream's endpoint; by default the daemon is asked.")
 @click.option("--replay-endpoint", help="Where to ask for what came before; by default the daemon is asked.")
 @click.option("--topic", default="", help="Only this topic, with --endpoint.")
@@ -453,19 +454,21 @@ def watch(
 ) -> int:
     """Print the event stream as JSON lines, from what is cached now on.
 
-    Each line has the batch's number, `seq`, and the event as it is on the wire. A loss that replay could not repair
-    shows as an AllBlocksCleared.
+    Each line has the batch's number, `seq`, its `rank`, and the event as it is on the wire. A loss that replay could
+    not repair shows as an AllBlocksCleared.
     """
-    from sglcache.client.mirror import Mirror
+    from sglcache.client.mirror import Mirror, Source
 
+    sources = [Source(endpoint, replay_endpoint, topic)] if endpoint is not None else []
     if endpoint is None:
-        with observer_of(targets_of(socket, rank)[0].socket) as client:
-            stream = client.status()["stream"]
-        if stream is None:
-            raise Unavailable("the daemon publishes no events (events.enabled = false)")
-        endpoint, replay_endpoint, topic = stream["endpoint"], stream["replay_endpoint"], stream["topic"]
+        for target in targets_of(socket, rank):
+            with observer_of(target.socket) as client:
+                facts = client.status()
+            if (stream := facts["stream"]) is None:
+                raise Unavailable("the daemon publishes no events (events.enabled = false)")
+            sources.append(Source(stream["endpoint"], stream["replay_endpoint"], stream["topic"], facts["rank"]))
     left = limit
-    with Mirror(endpoint, replay_endpoint, topic=topic) as mirror:
+    with Mirror.of(sources) as mirror:
         for line in _event_lines(mirror, medium):
             click.echo(line)
             if left is not None and (left := left - 1) == 0:
@@ -476,10 +479,10 @@ def watch(
 def _event_lines(mirror: Mirror, medium: str | None) -> Iterator[str]:
     import msgspec
 
-    for seq, _, event in mirror.follow():
+    for seq, rank, event in mirror.follow():
         fields = msgspec.to_builtins(event)
         if medium is None or fields.get("medium", "GPU") == medium or fields["type"] == "AllBlocksCleared":
-            yield json.dumps({"seq": seq, **fields})
+            yield json.dumps({"seq": seq, "rank": rank, **fields})
 
 
 @cli.command()

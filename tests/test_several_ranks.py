@@ -79,6 +79,7 @@ def test_status_shows_all_in_a_table_and_proves_each(whole: Daemon) -> None:
     rows = [line.split() for line in lines(done.stdout) if line[:1].isdigit()]
     assert [" ".join(row[:4]) for row in rows] == ["0 0 0 ok", "1 1 0 ok", "2 0 1 ok", "3 1 1 ok"]
     assert [int(row[4]) for row in rows] == [rank.pid for rank in whole.ranks]
+    assert max(map(len, done.stdout.splitlines())) <= 80, "it fits a terminal"
     assert all(row[-1] == "right" for row in rows)
     assert "right" not in run(whole, "status", "--no-prove").stdout
     facts = json.loads(run(whole, "status", "--json").stdout)
@@ -127,14 +128,21 @@ def test_clear_drops_on_all_ranks_or_on_one_and_a_busy_one_keeps_nobody_else_fro
     }
 
 
-def test_watch_and_replay_are_of_one_rank(whole: Daemon) -> None:
+def test_a_replay_is_of_one_rank_and_a_watch_of_one_or_all(whole: Daemon) -> None:
     before = whole.rank(3).status()["counters"]["requests"]
     done = run(whole, "replay", "--rank", "1,1", "--limit", "3", "--clients", "1", "--verify")
     assert done.returncode == 0, done
     assert whole.rank(3).status()["counters"]["requests"] > before
     done = run(whole, "watch", "--rank", "3", "--limit", "1")
     assert done.returncode == 0, done
-    assert whole.rank(3).epoch <= json.loads(done.stdout)["seq"] <= whole.rank(3).row["stream"]["last_seq"]
+    line = json.loads(done.stdout)
+    assert line["rank"] == 3
+    assert whole.rank(3).epoch <= line["seq"] <= whole.rank(3).row["stream"]["last_seq"]
+    for rank in whole.ranks:  # a stream begins with AllBlocksCleared, and has nothing more if nothing is cached
+        with rank.observer() as observer:
+            observer.clear()
+    done = run(whole, "watch", "--limit", "4")
+    assert sorted(json.loads(line)["rank"] for line in lines(done.stdout)) == [0, 1, 2, 3]
 
 
 def test_a_rank_that_is_away_is_in_the_table_with_its_reason(whole: Daemon) -> None:

@@ -344,7 +344,9 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
         stream = facts["stream"]
         watcher = None
         if stream is not None:
-            mirror = stack.enter_context(Mirror(stream["endpoint"], stream["replay_endpoint"], topic=stream["topic"]))
+            mirror = stack.enter_context(
+                Mirror(stream["endpoint"], stream["replay_endpoint"], topic=stream["topic"], rank=facts["rank"])
+            )
             if not mirror.catch_up(stream["last_seq"], START_S):
                 raise Unavailable(f"the stream at {stream['endpoint']} did not answer within {START_S:.0f} s")
             _check_start(observer, mirror)

@@ -220,7 +220,8 @@ class Child:
 
     @property
     def stuck(self) -> bool:
-        return self.state in ("ok", "draining") and self.silent_s() > self.stuck_s
+        """Not while it drains: to let go of its pools takes a while, and it has a deadline."""
+        return self.state == "ok" and self.silent_s() > self.stuck_s
 
     def describe(self) -> dict[str, Any]:
         """How it is, as /health and /server_info say it."""
