@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 END_SEQ = b"\xff" * 8
+REPLAY_SILENCE_S = 10.0  # after which a replay that has not ended is given up
 FIELDS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     "BlockRemoved": ("block_hashes", "medium"),
@@ -36,8 +37,11 @@ def event_map(raw: Any) -> dict[str, Any]:
         return raw
     name, *values = raw
     event = {"type": name, **dict(zip(FIELDS.get(name, ()), values, strict=False))}
-    if len(values) > 6 and isinstance(values[6], dict):  # SGLang 0.5.19's trailing metadata
-        event.update(values[6])
+    if len(values) > 6:
+        if isinstance(values[6], dict):  # SGLang 0.5.19's trailing metadata
+            event.update(values[6])
+        elif isinstance(values[6], str):  # vLLM's arrays
+            event["lora_name"] = values[6]
     return event
 
 
@@ -138,17 +142,20 @@ class Stream:
     def _replay(self, start: int, deadline: float | None) -> Iterator[Message]:
         if self.replay_endpoint is None:
             return
-        deadline = min(deadline or float("inf"), time.monotonic() + 10)
+        end, first = deadline or float("inf"), True
         with self.context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.setsockopt(zmq.IPV6, int("[" in self.replay_endpoint))
             dealer.connect(self.replay_endpoint)
             dealer.send_multipart([b"", start.to_bytes(8, "big")])
-            while wait(dealer, deadline):
+            while wait(dealer, min(end, time.monotonic() + REPLAY_SILENCE_S)):
                 frames = dealer.recv_multipart()
                 if frames[-2:] == [END_SEQ, b""]:
                     return
                 seq = int.from_bytes(frames[-2], "big")  # with or without a topic before it
+                if start and first and _starts_anew(frames[-1]):
+                    shout(f"SNAPSHOT: what is missing can't be had any more; all that is cached follows, as of {seq}")
+                first = False
                 self.expected = max(self.expected or 0, seq + 1)
                 yield seq, frames[-1], True
         shout(f"NO REPLAY: {self.replay_endpoint} did not answer to the end")

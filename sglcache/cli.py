@@ -567,6 +567,9 @@ def replay(
 bench = Lazy("sglcache.bench.cli:bench", name="bench", help="Measure it: one benchmark for each journey.")
 cli.add_command(bench)
 cli.add_command(
+    Lazy("sglcache.commands.doctor:doctor", name="doctor", help="Look for what keeps others from working with it.")
+)
+cli.add_command(
     LazyCommand(
         "sglcache.commands.verify:verify", name="verify", help="Check that the event stream says what the index holds."
     )

@@ -13,8 +13,17 @@ import pytest
 
 from sglcache import cli
 
-COMMANDS = ("bench", "clear", "ping", "replay", "serve", "status", "verify", "version", "watch")
-NEEDS_A_DAEMON = (["ping"], ["status"], ["status", "--json"], ["watch"], ["clear"], ["replay"], ["verify"])
+COMMANDS = ("bench", "clear", "doctor", "ping", "replay", "serve", "status", "verify", "version", "watch")
+NEEDS_A_DAEMON = (
+    ["ping"],
+    ["status"],
+    ["status", "--json"],
+    ["watch"],
+    ["clear"],
+    ["replay"],
+    ["verify"],
+    ["doctor", "events"],
+)
 
 
 def run(*args: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -68,7 +68,8 @@ def ask_json(url: str, body: object = None, *, timeout_s: float = 5.0) -> tuple[
         except urllib.error.HTTPError as refusal:
             answer = refusal
         with answer:
-            return answer.status, msgspec.json.decode(answer.read(MAX_ANSWER_BYTES))
+            raw = answer.read(MAX_ANSWER_BYTES)
+            return answer.status, msgspec.json.decode(raw) if raw else None
     except (OSError, ValueError, http.client.HTTPException) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         raise Unavailable(f"{method} {url}: {reason}", url=url) from exc

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -97,6 +98,31 @@ def test_gaps_and_restarts_are_noticed(publisher: Publisher) -> None:
     assert err.splitlines() == [
         "!!! GAP: 2 numbers are missing: 6..7",
         "!!! RESTART: 11 numbers are missing: 9..19, and everything is cleared",
+    ]
+
+
+def test_a_gap_that_the_ring_does_not_reach_back_over_is_told_as_a_snapshot(publisher: Publisher) -> None:
+    def then() -> None:
+        say(publisher, 5, STORED)
+        publisher._ring._lost = 7  # as if 6 and 7 had left the ring
+        say(publisher, 8, BlockRemoved([1], "GPU"))
+
+    class Telling:
+        frames: ClassVar[list[bytes]] = [encode_batch(Batch(1.5, [AllBlocksCleared(), STORED], 0))]
+
+        def next(self) -> bytes | None:
+            return self.frames.pop() if self.frames else None
+
+        def close(self) -> None:
+            pass
+
+    publisher.snapshot = Telling
+    status, out, err = run(publisher, "--limit", "3", then=then)
+    assert status == 0
+    assert [line.split("#")[1].split()[0] for line in out.splitlines()] == ["5", "8", "8"]
+    assert err.splitlines() == [
+        "!!! GAP: 2 numbers are missing: 6..7, asking for a replay",
+        "!!! SNAPSHOT: what is missing can't be had any more; all that is cached follows, as of 8",
     ]
 
 

@@ -1,0 +1,70 @@
+"""`sglcache doctor`: what keeps others from working with the daemon, one finding a line, each fault with its remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from sglcache import paths, ranks
+from sglcache.cli import EXIT_FAILED, json_option, socket_option
+from sglcache.client.doctor import Options, examine
+from sglcache.client.mirror import Curve
+from sglcache.errors import ConfigError, Unavailable
+
+
+@click.group()
+def doctor() -> None:
+    """Look for what keeps others from working with it."""
+
+
+@doctor.command()
+@socket_option
+@click.option("--server", metavar="URL", help="The daemon's HTTP address, as routers reach it; by default it is asked.")
+@click.option("--indexer", metavar="URL", help="A Dynamo indexer (python -m dynamo.indexer) to prove, too.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What each thing that is waited for may take.",
+)
+@click.option("--curve-server-key", metavar="KEY", help="The stream's public CURVE key, where it has one.")
+@json_option
+def events(
+    socket: Path | None,
+    server: str | None,
+    indexer: str | None,
+    timeout_s: float,
+    curve_server_key: str | None,
+    as_json: bool,
+) -> int:
+    """Prove that routers can follow the event stream.
+
+    From /server_info to each rank's ports, what its batches look like, and a few blocks of its own, which it puts into
+    the cache as a runner does, in namespaces of random names: a mirror must have them, and with --indexer the indexer,
+    those from before it was registered and those from now on. What it registers it unregisters; its blocks leave when
+    they are evicted. Exits 1 if something failed.
+    """
+    found = ranks.daemons(socket)
+    if server is None:
+        if not found:
+            raise Unavailable(f"no daemon answers at {socket or paths.socket_path()}; say --server http://HOST:PORT")
+        server = found[0]["http"]
+        if server is None:
+            raise ConfigError("the daemon has no HTTP, so no router can find its stream: set http.enabled = true")
+    # Routers dial the first stages alone.
+    sockets = {row["rank"]: Path(row["socket"]) for each in found for row in each["ranks"] if row["pp_rank"] == 0}
+    curve = Curve(curve_server_key) if curve_server_key is not None else None
+    findings = []
+    for finding in examine(Options(server, sockets, indexer, timeout_s, curve)):
+        findings.append(finding)
+        if not as_json:
+            click.echo(str(finding))
+    fine = all(finding.state != "failed" for finding in findings)
+    if as_json:
+        click.echo(json.dumps({"ok": fine, "findings": [finding.as_dict() for finding in findings]}))
+    return 0 if fine else EXIT_FAILED
