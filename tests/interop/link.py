@@ -109,18 +109,18 @@ class Link:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            requests.transport.abort()  # at once: whoever waits here may be cancelled
             for way in ways:
                 way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            requests.transport.abort()
 
     async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, answer: bool = False) -> None:
-        while data := await source.read(1 << 16):
-            if answer and self._answers_left is not None:
-                passed = data[: self._answers_left]
-                self._answers_left -= len(passed)
-                if len(passed) < len(data):
-                    self.held.set()
-                data = passed
-            sink.write(data)
-            await sink.drain()
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                if answer and self._answers_left is not None:
+                    passed = data[: self._answers_left]
+                    self._answers_left -= len(passed)
+                    if len(passed) < len(data):
+                        self.held.set()
+                    data = passed
+                sink.write(data)
+                await sink.drain()
