@@ -12,6 +12,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,3 +200,9 @@ def test_no_test_sleeps() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sleep":
                 zero = node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
                 assert zero, f"{name(path)}:{node.lineno} sleeps"
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone, and refuses the second of two in one run."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []

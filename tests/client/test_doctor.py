@@ -1,6 +1,6 @@
 """`sglcache doctor events` on real daemons, and on what is wrong with servers, streams and indexers.
 
-With Dynamo's own indexer: tests/interop/test_doctor.py.
+With Dynamo's own indexer: tests/interop/test_dynamo_doctor.py.
 """
 
 from __future__ import annotations
