@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple
 
 import msgspec
@@ -249,3 +250,20 @@ def test_the_superset_suits_vllms_types(tmp_path: Path) -> None:
         batches = [msgspec.msgpack.decode(frames[-1], type=VllmBatch) for frames in asker.answer()]
         kinds = {type(event) for batch in batches for event in batch.events}
         assert kinds == {VllmStored, VllmRemoved, VllmCleared}
+
+
+def test_ranks_that_dial_a_subscriber_that_binds_are_told_apart_by_their_topics(tmp_path: Path) -> None:
+    """llm-d's way: one subscriber, and topics of the form kv@pod@model."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        port = subscriber.bind_to_random_port("tcp://127.0.0.1")
+        subscriber.subscribe("kv@")
+        events = {"mode": "connect", "endpoint": f"tcp://127.0.0.1:{port}", "topic": "kv@{host}-{rank}@{model}"}
+        with Daemon(tmp_path, dp_size=2, events={**events, "heartbeat_s": 0.2}) as daemon:
+            told: dict[bytes, set[int]] = {}
+            while len(told) < 2:
+                assert subscriber.poll(HEARD_MS)
+                topic, _, payload = subscriber.recv_multipart()
+                told.setdefault(topic, set()).add(msgspec.msgpack.decode(payload)[2])
+            host = gethostname()
+            assert told == {f"kv@{host}-{rank}@default".encode(): {rank} for rank in range(2)}
+            assert daemon.info["kv_events"] is None  # nobody can dial it

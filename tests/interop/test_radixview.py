@@ -6,16 +6,17 @@ hash. On a daemon with the device tier alone that is what the index holds.
 
 from __future__ import annotations
 
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from consumers import Drawn, RadixView, eventually
-from scene import HEARTBEAT_S, Scene
+from scene import HEARTBEAT_S, PLAIN, Prompt, Scene, commit, dump
 
 from sglcache.client.mirror import Mirror
-from sglcache.testing.daemon import until
+from sglcache.testing.daemon import Daemon, until
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared, BlockStored, medium_of
 
@@ -64,3 +65,44 @@ def test_the_tree_that_it_draws_is_the_streams(tiers: str, tmp_path: Path, shim:
         assert truth.get(Tier.HOST) if tiers != "device" else set(want) == truth[Tier.DEVICE]
         for complaint in ("malformed", "gap", "restarted"):
             assert complaint not in view.said()
+
+
+def test_it_finds_every_rank_by_its_port(tmp_path: Path, shim: Path) -> None:
+    """Rank r's stream is at the base plus r, as `/server_info` says; prompts that are on one rank only are drawn."""
+    base = neighbouring_ports(4)
+    events = {"endpoint": f"tcp://127.0.0.1:{base}", "replay_endpoint": f"tcp://127.0.0.1:{base + 2}"}
+    with ExitStack() as opened:
+        daemon = opened.enter_context(
+            Daemon(
+                tmp_path / "daemon", dp_size=2, host={"num_tokens": 0}, http={"enabled": True, "port": 0}, events=events
+            )
+        )
+        view = opened.enter_context(RadixView(tmp_path, shim, daemon.info["http"], num_ranks=2))
+        for rank in daemon.ranks:
+            until(lambda rank=rank: rank.status(prove=False)["stream"]["subscriptions"] == 1)
+            with rank.client() as client:
+                commit(client, Prompt(list(range(1000 * rank.offset, 1000 * rank.offset + 400)), PLAIN))
+        held: list[set[int]] = []
+        for rank in daemon.ranks:
+            with rank.observer() as observer:
+                held.append(dump(observer, Tier.DEVICE))
+        assert held[0]
+        assert held[1]
+        assert not held[0] & held[1]
+        eventually(lambda: set(view.drawn()) == held[0] | held[1], HEARD_S)
+        assert set(view.drawn()) == held[0] | held[1]
+
+
+def neighbouring_ports(count: int) -> int:
+    """The first of so many that nobody has just now."""
+    while True:
+        with ExitStack() as taken:
+            first = taken.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            base: int = first.getsockname()[1]
+            try:
+                for port in range(base + 1, base + count):
+                    taken.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except (OSError, OverflowError):
+                continue
+            return base
