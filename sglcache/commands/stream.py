@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from sglcache.cli import Target, each_of, observer_of, rank_option, socket_option, targets_of
-from sglcache.errors import ConfigError
 
 PAUSE_S = 0.02
 
@@ -42,15 +41,8 @@ def keygen(folder: Path, name: str) -> int:
 
     The daemon's: events.curve_key_file = FOLDER/NAME.key_secret. A reader's: its .key goes into events.curve_allow_dir.
     """
-    import zmq.auth
+    from sglcache.net.curve import make_keys
 
-    if "/" in name or not name:
-        raise ConfigError(f"{name!r} is no file's name; the folder is the first argument")
-    existing = [path for path in (folder / f"{name}.key", folder / f"{name}.key_secret") if path.exists()]
-    if existing:
-        raise ConfigError(f"{existing[0]} is there; a new pair would lock out who has the old one: choose another name")
-    folder.mkdir(parents=True, exist_ok=True)
-    public, secret = zmq.auth.create_certificates(folder, name)
-    Path(secret).chmod(0o600)
-    click.echo(f"{public}\n{secret}")
+    for path in make_keys(folder, name):
+        click.echo(path)
     return 0

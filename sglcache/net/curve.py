@@ -65,3 +65,19 @@ def load_key(path: Path, name: str, secret: bool = False) -> tuple[bytes, bytes 
     if secret and private is None:
         raise ConfigError(f"{name}: {path} holds a public key alone; name the .key_secret file", path=name)
     return public, private
+
+
+def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make a pair: the file of the public key, and that of both. ConfigError: it is there, or is no file's name."""
+    if "/" in name or not name:
+        raise ConfigError(f"{name!r} is no file's name; the folder is the first argument")
+    for path in (folder / f"{name}.key", folder / f"{name}.key_secret"):
+        if path.exists():
+            raise ConfigError(f"{path} is there; a new pair would lock out who has the old one: choose another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        public, secret = map(Path, zmq.auth.create_certificates(folder, name))
+        secret.chmod(0o600)
+    except OSError as exc:
+        raise ConfigError(f"no keys can be made in {folder}: {exc}") from exc
+    return public, secret
