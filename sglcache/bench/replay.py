@@ -37,7 +37,7 @@ from sglcache.bench import trace as traces
 from sglcache.bench.pattern import Pattern, Shape
 from sglcache.client import Client, Lease
 from sglcache.client.mirror import Fact, Mirror
-from sglcache.errors import Busy, Changed, NoSpace, SglcacheError, Unavailable
+from sglcache.errors import Changed, NoSpace, SglcacheError, Unavailable
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared
 
@@ -349,7 +349,6 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
             )
             if not mirror.catch_up(stream["last_seq"], START_S):
                 raise Unavailable(f"the stream at {stream['endpoint']} did not answer within {START_S:.0f} s")
-            _check_start(observer, mirror)
             batches, payload_bytes = mirror.batches, mirror.payload_bytes
             watcher = Watcher(mirror, facts["rank"])
             watcher.start()
@@ -366,27 +365,6 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
             report.batches = mirror.batches - batches
             report.payload_bytes = mirror.payload_bytes - payload_bytes
     return report
-
-
-def _check_start(observer: Client, mirror: Mirror) -> None:
-    """Where the ring no longer reaches back to the start of the daemon's life, a mirror that joins may not know all.
-
-    Busy then, with the remedy: whatever the replay did, the comparison at its end would only say so again.
-    """
-    facts = observer.status()
-    first, epoch = facts["stream"]["ring_first_seq"], facts["epoch"]
-    rank = facts["rank"]
-    if first > epoch and any(mirror.hashes(tier, rank) != set(observer.dump(tier).hashes) for tier in _tiers(facts)):
-        raise Busy(
-            f"the stream's ring starts at number {first} and this daemon's life at {epoch}: who joins now can't learn "
-            f"what was cached before. Run `sglcache clear` first, or give the daemon a larger events.ring_bytes",
-            ring_first_seq=first,
-            epoch=epoch,
-        )
-
-
-def _tiers(facts: dict[str, Any]) -> list[Tier]:
-    return [Tier[pool["tier"]] for pool in facts["pools"]]
 
 
 def _run_clients(options: Options, report: Report, progress: Callable[[int], None]) -> list[float]:

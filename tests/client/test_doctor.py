@@ -6,8 +6,6 @@ With Dynamo's own indexer: tests/interop/test_dynamo_doctor.py.
 from __future__ import annotations
 
 import json
-import random
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 import zmq
-from told import CLEARED, payload, stored
+from told import CLEARED, free_ports, payload, stored
 
 from sglcache.client.discovery import Source
 from sglcache.client.doctor import Finding, Options, examine
@@ -87,22 +85,6 @@ def test_withheld_tokens_keep_an_indexer_from_believing_anything(tmp_path: Path)
         assert "only who computes the hashes can match" in found["indexer"].detail
         found = look(daemon, indexer="http://127.0.0.1:1")
         assert (found["indexer"].state, found["indexer"].remedy) == ("failed", 'set events.token_ids = "clear"')
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody had a moment ago."""
-    while True:
-        base = random.randrange(20_000, 32_000)
-        socks = [socket.socket() for _ in range(count)]
-        try:
-            for offset, sock in enumerate(socks):
-                sock.bind(("127.0.0.1", base + offset))
-            return base
-        except OSError:
-            continue
-        finally:
-            for sock in socks:
-                sock.close()
 
 
 def test_every_replica_is_looked_at(tmp_path: Path) -> None:
