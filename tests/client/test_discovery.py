@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -118,6 +120,20 @@ def test_a_mirror_of_a_server_follows_every_replica(tmp_path: Path) -> None:
                 0: Match(12, {"GPU": 12, "CPU_PINNED": 12}),
                 1: Match(8, {"GPU": 8, "CPU_PINNED": 8}),
             }
+
+
+def test_the_example_in_the_docs_prints_what_they_say(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    with Daemon(tmp_path, pool={"page_size": 16}, http={"enabled": True, "port": 0}) as daemon:
+        with daemon.client() as client, client.acquire(list(range(100))) as lease:
+            lease.commit()
+        daemon.settle()
+        program = example.replace("http://127.0.0.1:30080", daemon.info["http"])
+        assert program != example
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "96 {'GPU': 96, 'CPU_PINNED': 96} True\n"
+    assert f"prints `{ran.stdout.strip()}`" in page
 
 
 def test_a_mirror_of_a_server_that_withholds_tokens_computes_the_hash_that_it_names(tmp_path: Path) -> None:
