@@ -81,6 +81,7 @@ class Owner:
         self.idle = asyncio.Event()  # set while num_copies is 0
         self.idle.set()
         self._cutting: asyncio.Handle | None = None
+        self._hurrying = False  # `_cutting` is for the next turn
         self._working = False
         self._resuming = False
         self._expiring: asyncio.TimerHandle | None = None
@@ -185,16 +186,19 @@ class Owner:
 
     def _cut(self) -> None:
         self._cutting = None
+        self._hurrying = False
         if not self.index.cut(self.clock()):
             self._cutting = self.loop.call_soon(self._cut)
         self.end_turn()
 
     def hurry(self) -> None:
         """Cut in the next turn, not when `max_delay_s` is over: someone waits for what is queued."""
+        if self._hurrying or self._closed:
+            return
+        self._hurrying = True
         if self._cutting is not None:
             self._cutting.cancel()
-        if not self._closed:
-            self._cutting = self.loop.call_soon(self._cut)
+        self._cutting = self.loop.call_soon(self._cut)
 
     def announce(self) -> None:
         """Tell all that is cached anew, among the batches of what goes on, a frame a turn. BadRequest: no events."""

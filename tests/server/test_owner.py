@@ -15,6 +15,7 @@ from sglcache.server.collector import Collector
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
+from sglcache.server.stream import Telling
 from sglcache.wire.events import BlockStored, decode_batch
 
 PAGES = 8
@@ -140,6 +141,45 @@ def test_a_copy_is_submitted_before_the_answer_that_promises_it(tmp_path: Path) 
         assert world.owner.idle.is_set()
         await turns()
         assert world.take() == ["load True", "BlockStored"]
+
+    in_a_world(tmp_path, test, host_pages=4 * PAGES)
+
+
+def test_a_snapshot_is_over_at_once_when_what_it_told_is_in_a_batch_and_not_before(tmp_path: Path) -> None:
+    """The page's copy is acknowledged after the last cut, and the next one is a minute away."""
+
+    async def test(world: World) -> None:
+        world.commit(*range(PAGES))
+        world.owner.end_turn()
+        await turns()
+        world.owner.max_delay_s = 60
+        world.owner.copied(world.copies[0].ticket, True)
+        assert world.take()[-1] == "BlockStored"
+        telling = Telling(world.index.snapshot(), lambda: 1.0, world.owner.hurry)
+        frame = telling.next()
+        assert frame is not None
+        assert [getattr(event, "medium", None) for event in decode_batch(frame).events] == [None, "GPU", "CPU_PINNED"]
+        assert telling.next() == b""
+        assert world.take() == []
+        await turns()
+        assert world.take() == ["BlockStored"]
+        assert telling.next() is None
+
+    in_a_world(tmp_path, test, host_pages=4 * PAGES)
+
+
+def test_an_announcement_is_over_at_once_when_what_it_told_is_in_a_batch(tmp_path: Path) -> None:
+    async def test(world: World) -> None:
+        world.commit(*range(PAGES))
+        world.owner.end_turn()
+        await turns()
+        world.owner.max_delay_s = 60
+        world.owner.copied(world.copies[0].ticket, True)
+        world.take()
+        world.owner.announce()
+        await turns(6)
+        assert world.take() == ["AllBlocksCleared+BlockStored+BlockStored", "BlockStored"]
+        assert not world.index.announcing
 
     in_a_world(tmp_path, test, host_pages=4 * PAGES)
 
