@@ -5,6 +5,7 @@ A row is run once for the consumers that know tiers and once, on a daemon with t
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
@@ -103,13 +104,15 @@ def while_they_join(scene: Scene) -> None:
 
 
 def killed_in_a_replay(scene: Scene) -> None:
-    scene.live.cut()
-    scene.drive(40)
-    assert scene.daemon is not None
-    scene.replay.hold_answers(after_bytes=5000)
-    scene.live.mend(scene.daemon.info["stream"]["endpoint"])
-    assert scene.replay.held.wait(HEARD_S), "nobody asked for a replay"
+    hold_a_replay(scene)
     scene.kill_rank()
+    scene.replay.pass_answers()
+    scene.mend()
+
+
+def broken_in_a_replay(scene: Scene) -> None:
+    hold_a_replay(scene)
+    scene.cut()
     scene.replay.pass_answers()
     scene.mend()
 
@@ -133,9 +136,20 @@ SITUATIONS: dict[str, Callable[[Scene], None]] = {
     "joins late, when the stream is idle and older than the ring": before_they_join,
     "joins late, while runners are at work": while_they_join,
     "the rank is killed in the middle of a replay": killed_in_a_replay,
+    "the connection breaks in the middle of a replay": broken_in_a_replay,
     "one tier is cleared": one_tier_cleared,
     "all tiers are cleared (AllBlocksCleared)": all_cleared,
 }
+
+
+def hold_a_replay(scene: Scene) -> None:
+    """Have something missed, and let the answer to whoever asks for it stop on its way."""
+    assert scene.daemon is not None
+    scene.live.cut()
+    scene.drive(40)
+    scene.replay.hold_answers(after_bytes=5000)
+    scene.live.mend(scene.daemon.info["stream"]["endpoint"])
+    assert scene.replay.held.wait(HEARD_S), "nobody asked for a replay"
 
 
 def overflow(scene: Scene) -> None:
@@ -259,3 +273,37 @@ def test_radixview_does_as_the_table_claims(situation: str, tmp_path: Path, shim
 
 def test_the_table_has_every_situation() -> None:
     assert list(table()) == list(SITUATIONS)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_with_replay_one_thing_after_the_other_leaves_them_exact(
+    seed: int, tmp_path: Path, shim: Path, opened: ExitStack
+) -> None:
+    """In any order; but Dynamo must be over the last thing before a connection breaks: it may be in a replay."""
+    rng = random.Random(seed)
+    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events=EVENTS)))
+    indexer = opened.enter_context(Indexer(tmp_path, shim))
+    watchers: dict[str, Watcher] = {
+        MIRROR: opened.enter_context(closing(MirrorWatcher())),
+        DYNAMO: IndexerWatcher(indexer, "replay", 1, with_replay=True),
+    }
+    scene.start()
+    scene.mend()
+    scene.drive(5)
+    join(scene, watchers)
+
+    def announced() -> None:
+        announce(scene, at_work=rng.random() < 0.5)
+
+    def cleared() -> None:
+        scene.drive(5)
+        clear(scene, rng.choice([Tier.DEVICE, Tier.HOST, None]))
+
+    gentle: list[Callable[[], None]] = [lambda: scene.drive(rng.randint(1, 30)), announced, cleared]
+    rough = [rank_killed, restarted, cut_off_shortly, cut_off_for_long]
+    for _ in range(5):
+        for thing in rng.choices(gentle, k=rng.randint(0, 3)):
+            thing()
+        expect_exact(scene, watchers)
+        rng.choice(rough)(scene)
+    expect_exact(scene, watchers)
