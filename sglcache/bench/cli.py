@@ -189,6 +189,7 @@ def runner(
 )
 @click.option("--trace", type=click.Path(path_type=Path), help="Latency under this; by default under made-up prompts.")
 @click.option("--limit", type=positive, default=300, show_default=True, help="Only the first so many requests.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), default=50.0, show_default=True, help="A second.")
 @click.option("--indexer", metavar="URL", help="A Dynamo indexer, which is told of the stream as well.")
 @json_option
 def events(
@@ -198,13 +199,14 @@ def events(
     pages: tuple[int, ...],
     trace: Path | None,
     limit: int,
+    rate: float,
     indexer: str | None,
     as_json: bool,
 ) -> int:
     """The event stream, from a commit to who decodes it: blocks a second, how late, and someone who comes late."""
     from sglcache.bench import events as benchmark
 
-    options = benchmark.Options(page_size, prompts, prompt_tokens, pages or (100_000,), trace, limit, indexer)
+    options = benchmark.Options(page_size, prompts, prompt_tokens, pages or (100_000,), trace, limit, rate, indexer)
     return _show("events", benchmark.run(options), as_json)
 
 

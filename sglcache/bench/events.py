@@ -6,7 +6,8 @@ mirror:
 * `throughput`: a runner commits fresh prompts as fast as it can, in a pool that is full most of the time, so that
   blocks are stored and removed in both tiers. From the first commit to the subscriber having taken in the last batch.
 * `latency`: from the answer to a commit, which says that the pages are cached, to the subscriber having taken in the
-  batch that tells of its last page. Prompts of the trace one after another, or made-up ones.
+  batch that tells of its last page. Prompts of the trace, or made-up ones, at so many a second: as fast as they can they
+  would be faster than a subscriber in Python decodes, and the wait would be for that.
 * `snapshot`: a subscriber that comes when so many pages are cached, while a runner goes on committing: how long until
   it is exact, and how long anybody waited meanwhile (the longest of pings, one after each commit; `longest_ping_before`
   is the same without the subscriber).
@@ -51,6 +52,7 @@ class Options(NamedTuple):
     pages: tuple[int, ...] = (100_000,)
     trace: Path | None = None
     limit: int = 300
+    rate: float = 50.0  # of the latency's prompts, a second
     indexer: str | None = None
 
 
@@ -184,7 +186,9 @@ def latency(options: Options) -> Row:
         page_bytes = 4 * options.page_size
         with Subscriber(stream["endpoint"], stream["replay_endpoint"], arrivals=True) as subscriber:
             commits: list[tuple[float, bytes]] = []
-            for prompt in _prompts(options):
+            started = time.monotonic()
+            for number, prompt in enumerate(_prompts(options)):
+                time.sleep(max(0.0, started + number / options.rate - time.monotonic()))
                 whole = prompt[: len(prompt) // page_bytes * page_bytes]
                 with client.acquire(prompt) as lease:
                     news = len(whole) // 4 - lease.matched_tokens
@@ -196,7 +200,7 @@ def latency(options: Options) -> Row:
     for at, whole in commits:
         last = hashing.block_hash(chain(b"", whole, page_bytes)[-16:])
         late.append((seen.arrivals[last] - at) * 1e3)
-    return {"commits": len(late), "ms": Summary.of(late)}
+    return {"commits": len(late), "rate": options.rate, "ms": Summary.of(late)}
 
 
 def snapshot(options: Options, pages: int) -> Row:

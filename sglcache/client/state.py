@@ -49,9 +49,10 @@ class MirrorState:
     def apply(self, seq: int, batch: Batch, replayed: bool = False) -> Sequence[Event] | None:
         """Take in batch `seq`; the facts that are news. None: numbers before it are missing, and nothing was changed.
 
-        A batch whose number was there before is ignored, unless it is a snapshot's, whose frames share one number, or
-        a replayed one that starts anew, which may tell of another life. A replayed one is never refused, for nothing
-        better will come: numbers missing before it were heartbeats if it is one, and are a loss otherwise.
+        A batch whose number was there before is ignored, unless it is a snapshot's, whose frames have the number of the
+        batch before them, or a replayed one that starts anew, which may tell of another life. A replayed one is never
+        refused, for nothing better will come: numbers missing before it were heartbeats if it is one, and are a loss
+        otherwise.
         """
         expected = self.next_seq
         anew = batch.starts_anew or seq == 0  # SGLang begins each life at 0 and sends no AllBlocksCleared then
@@ -71,7 +72,7 @@ class MirrorState:
                 return None
             if batch.events:
                 facts += self.lose(seq)
-        elif seq < expected and not (replayed and seq == self.snapshot == expected - 1):
+        elif seq < expected and not (replayed and self.snapshot is not None and seq == expected - 1):
             self.stale_batches += 1
             return ()
         rank = self.rank if batch.attn_dp_rank is None else batch.attn_dp_rank

@@ -1,12 +1,14 @@
 """What a request for past batches gets, message by message, for as long as its reader takes.
 
     the ring has all from `start` on  ─►  these, through the number that was the last when it was asked
-    older, 0, or of another life      ─►  a snapshot, each frame numbered S, then the ring from S + 1 on
+    older, 0, or of another life      ─►  a snapshot: a frame has the number of the batch before it, first that of the
+                                          last one there was; what happens meanwhile comes in between, as it is
     the ring left the reader behind   ─►  a snapshot from there: its AllBlocksCleared starts the reader anew
 
-So a reader is told everything or told anew, and never part of it. Nothing is kept for a reader but where it is: one
-frame of a snapshot is made when its reader can take it. One snapshot is made at a time, first come first served; who
-does not take what is his while others wait goes to the end of the queue, and starts anew.
+So a reader is told everything or told anew, and never part of it. Batches come before frames, so a reader that can keep
+up with the stream gets to the end of a snapshot as well, however long that is. Nothing is kept for a reader but where
+it is: one frame of a snapshot is made when its reader can take it. One snapshot is made at a time, first come first
+served; who does not take what is his while others wait goes to the end of the queue, and starts anew.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Pause(Enum):
 
 
 class Source(Protocol):
-    """A snapshot in the making."""
+    """A snapshot in the making: each frame tells what is so when it is made."""
 
     def next(self) -> bytes | None:
         """The next frame's payload, one slice of work; empty: not yet; None: that was all."""
@@ -109,7 +111,7 @@ class Replay:
         assert self._entry is not None
         if self._walking:
             self._turns.got_on()
-        else:
+        if self._entry.seq >= self._next:  # not a frame
             self._next = self._entry.seq + 1
             self._ring.pin(self, self._next)
         self._entry = None
@@ -151,6 +153,9 @@ class Replay:
             self._next = last + 1
             self._ring.pin(self, self._next)
             self._source = begin()
+        elif (batch := self._ring.at(self._next)) is not None:
+            self._entry = batch
+            return batch
         payload = self._source.next()
         if payload is None:
             self.start_over()

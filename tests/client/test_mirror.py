@@ -31,17 +31,24 @@ PATIENCE_S = 10.0
 
 
 class Telling:
-    """A snapshot of what a daemon holds when it is told, one block a frame."""
+    """A snapshot of what a daemon holds, one block a frame, of what is there when its turn comes."""
 
     def __init__(self, truth: MirrorState) -> None:
-        self.frames = [payload(CLEARED, rank=truth.rank)]
-        for tier in Tier:
-            for block_hash, block in truth.blocks(tier).items():
-                event = stored(block_hash, parent=block.parent, medium=tier.medium)
-                self.frames.append(payload(event, rank=truth.rank))
+        self.truth = truth
+        self.begun = False
+        self.told: set[tuple[Tier, int]] = set()
 
     def next(self) -> bytes | None:
-        return self.frames.pop(0) if self.frames else None
+        if not self.begun:
+            self.begun = True
+            return payload(CLEARED, rank=self.truth.rank)
+        for tier in Tier:
+            for block_hash, block in self.truth.blocks(tier).items():
+                if (tier, block_hash) not in self.told:
+                    self.told.add((tier, block_hash))
+                    event = stored(block_hash, parent=block.parent, medium=tier.medium)
+                    return payload(event, rank=self.truth.rank)
+        return None
 
     def close(self) -> None:
         pass

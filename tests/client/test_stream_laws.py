@@ -203,7 +203,7 @@ BUGS: dict[str, list[Edit]] = {
         (MirrorState, "apply", "if replayed or not batch.starts_anew:", "if not replayed:"),
     ],
     "of a snapshot only the first frame is taken": [
-        (MirrorState, "apply", "seq == self.snapshot == expected - 1", "False")
+        (MirrorState, "apply", "self.snapshot is not None and seq == expected - 1", "False")
     ],
     "half a snapshot is gone on from": [
         (Follower, "lost_replay", "0 if self.state.snapshot is not None else self.state", "self.state")
@@ -229,8 +229,9 @@ BUGS: dict[str, list[Edit]] = {
          "held.remove(medium_of(event), event.block_hashes[:1])")
     ],
     # -- the teller's side
-    "a replay ends with its snapshot": [
-        (Replay, "_from_snapshot", "self._until = last", "self._until = -1")
+    "what happens during a snapshot is not told": [
+        (Replay, "_from_snapshot", "elif (batch := self._ring.at(self._next)) is not None:", "elif batch := None:"),
+        (Replay, "_from_snapshot", "self._until = last", "self._until = -1"),
     ],
     "a snapshot takes the number after": [
         (Replay, "_from_snapshot", "self._next = last + 1", "self._next = last + 2")

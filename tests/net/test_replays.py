@@ -99,22 +99,29 @@ def test_before_the_first_batch_there_is_nothing() -> None:
     assert read(world(publish=0).ask(0)) == []
 
 
-def test_what_happens_during_a_snapshot_follows_it_under_its_own_numbers() -> None:
+def test_what_happens_during_a_snapshot_comes_in_between_under_its_own_numbers() -> None:
+    """So who reads as fast as things happen gets to the end, however much there is to tell."""
     made = world()
     replay = made.ask(0)
     assert read(replay, 1) == [(105, b"cleared")]
     made.publish(2)
-    assert [seq for seq, _ in read(replay)] == [105, 105, 106, 107]
+    assert [(seq, payload == b"frame") for seq, payload in read(replay, 4)] == [
+        (106, False),
+        (107, False),
+        (107, True),
+    ]
+    made.publish()
+    assert [seq for seq, _ in read(replay)] == [108, 108]
     made.publish()
     assert read(replay) == [], "what came after it is live"
 
 
-def test_the_ring_keeps_what_follows_a_snapshot_up_to_twice_its_size() -> None:
+def test_the_ring_keeps_what_a_slow_reader_of_a_snapshot_needs_up_to_twice_its_size() -> None:
     made = world(4)
     replay = made.ask(0)
     read(replay, 1)
     made.publish(7)
-    assert [seq for seq, _ in read(replay)] == [105, 105, *range(106, 113)]
+    assert [seq for seq, _ in read(replay)] == [*range(106, 113), 112, 112]
     replay.close()
     made.publish()
     assert len(made.ring) == 4
