@@ -10,7 +10,7 @@ import click
 from sglcache import paths, ranks
 from sglcache.cli import EXIT_FAILED, json_option, socket_option
 from sglcache.client.doctor import Options, examine
-from sglcache.client.mirror import Curve
+from sglcache.commands.curve import curve_of, curve_options
 from sglcache.errors import ConfigError, Unavailable
 
 
@@ -32,7 +32,7 @@ def doctor() -> None:
     metavar="SECONDS",
     help="What each thing that is waited for may take.",
 )
-@click.option("--curve-server-key", metavar="KEY", help="The stream's public CURVE key, where it has one.")
+@curve_options
 @json_option
 def events(
     socket: Path | None,
@@ -40,6 +40,7 @@ def events(
     indexer: str | None,
     timeout_s: float,
     curve_server_key: str | None,
+    curve_key_file: Path | None,
     as_json: bool,
 ) -> int:
     """Prove that routers can follow the event stream.
@@ -58,7 +59,7 @@ def events(
             raise ConfigError("the daemon has no HTTP, so no router can find its stream: set http.enabled = true")
     # Routers dial the first stages alone.
     sockets = {row["rank"]: Path(row["socket"]) for each in found for row in each["ranks"] if row["pp_rank"] == 0}
-    curve = Curve(curve_server_key) if curve_server_key is not None else None
+    curve = curve_of(curve_server_key, curve_key_file)
     findings = []
     for finding in examine(Options(server, sockets, indexer, timeout_s, curve)):
         findings.append(finding)

@@ -9,6 +9,7 @@ import click
 
 from sglcache.cli import EXIT_FAILED, Target, each_of, json_option, observer_of, rank_option, socket_option, targets_of
 from sglcache.client import verify as work
+from sglcache.commands.curve import curve_of, curve_options
 
 
 @click.command()
@@ -33,7 +34,7 @@ from sglcache.client import verify as work
     metavar="SECONDS",
     help="What the stream, and a dump of the index, may take.",
 )
-@click.option("--curve-server-key", metavar="KEY", help="The stream's public CURVE key, where it has one.")
+@curve_options
 @json_option
 def verify(
     socket: Path | None,
@@ -42,6 +43,7 @@ def verify(
     duration_s: float,
     timeout_s: float,
     curve_server_key: str | None,
+    curve_key_file: Path | None,
     as_json: bool,
 ) -> int:
     """Check that the event stream says what the index holds.
@@ -50,9 +52,7 @@ def verify(
     daemon's digests, as of one and the same number, for every rank and tier; then block by block, when the index holds
     still for that. Says which blocks differ. Exits 1 if any does, or if nothing could be compared.
     """
-    from sglcache.client.mirror import Curve
-
-    curve = Curve(curve_server_key) if curve_server_key is not None else None
+    curve = curve_of(curve_server_key, curve_key_file)
     reports: list[work.RankReport] = []
 
     def check(target: Target) -> None:

@@ -15,6 +15,7 @@ import pytest
 from sglcache.client import Client
 from sglcache.client.verify import BlockNote, RankReport, describe, name, verify
 from sglcache.errors import Unavailable
+from sglcache.net.curve import make_keys
 from sglcache.testing.daemon import Daemon, until
 
 TOKENS = [list(range(start, start + 12)) for start in (0, 100, 200)]
@@ -222,3 +223,32 @@ def test_a_stream_that_cannot_be_reached_is_a_problem_with_its_addresses(tmp_pat
 def test_a_block_of_which_nothing_is_known_has_its_hash() -> None:
     assert str(BlockNote(-1)) == "f" * 16
     assert str(BlockNote(5, True, lora_name="a")) == "0000000000000005 at the root, tokens withheld, lora 'a'"
+
+
+def test_a_stream_with_keys_is_read_with_keys(tmp_path: Path) -> None:
+    for folder, who in (("daemon", "rank"), ("readers", "router"), ("strangers", "stranger")):
+        make_keys(tmp_path / folder, who)
+    events = {
+        "curve_key_file": str(tmp_path / "daemon" / "rank.key_secret"),
+        "curve_allow_dir": str(tmp_path / "readers"),
+    }
+    server_key = str(tmp_path / "daemon" / "rank.key")
+    ours = str(tmp_path / "readers" / "router.key_secret")
+    with Daemon(tmp_path / "d", events=events, http={"enabled": True, "port": 0}) as daemon:
+        keys = ("--curve-server-key", server_key, "--curve-key-file", ours)
+        assert run(daemon, "--duration", "0.2", *keys).returncode == 0
+        examined = doctor(daemon, *keys)
+        assert (examined.returncode, examined.stderr) == (0, "")
+        stranger = str(tmp_path / "strangers" / "stranger.key_secret")
+        for wrong in ((), keys[:2], (*keys[:3], stranger)):
+            ran = run(daemon, "--timeout", "0.5", *wrong)
+            assert ran.returncode == 1
+            assert "has heard nothing" in ran.stdout
+        ran = run(daemon, *keys[2:])
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert "whom to trust" in ran.stderr
+
+
+def doctor(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sglcache", "doctor", "events", "--socket", str(daemon.socket), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
