@@ -13,7 +13,7 @@ from consumers import Indexer
 
 from sglcache.testing.daemon import Daemon
 
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(300)]
 
 PROVED = ("indexer", "indexer late join", "indexer live", "indexer namespaces", "indexer tiers", "indexer cleanup")
 

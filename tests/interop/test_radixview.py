@@ -20,9 +20,9 @@ from sglcache.testing.daemon import Daemon, until
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared, BlockStored, medium_of
 
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(300)]
 
-HEARD_S = 20.0
+HEARD_S = 40.0
 
 
 def last_words(facts: list[Any]) -> dict[int, Drawn]:

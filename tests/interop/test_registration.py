@@ -13,7 +13,7 @@ from watchers import IndexerWatcher
 
 from sglcache.testing.daemon import until
 
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(300)]
 
 MODEL = "default"
 INSTANCE = 7
