@@ -6,8 +6,8 @@ mirror:
 * `throughput`: a runner commits fresh prompts as fast as it can, in a pool that is full most of the time, so that
   blocks are stored and removed in both tiers. From the first commit to the subscriber having taken in the last batch.
 * `latency`: from the answer to a commit, which says that the pages are cached, to the subscriber having taken in the
-  batch that tells of its last page. Prompts of the trace, or made-up ones, at so many a second: as fast as they can they
-  would be faster than a subscriber in Python decodes, and the wait would be for that.
+  batch that tells of its last page. Prompts of the trace, or made-up ones, at so many a second: as fast as they can,
+  they would outrun a subscriber in Python, and the wait would be for that.
 * `snapshot`: a subscriber that comes when so many pages are cached, while a runner goes on committing: how long until
   it is exact, and how long anybody waited meanwhile (the longest of pings, one after each commit; `longest_ping_before`
   is the same without the subscriber).
