@@ -35,7 +35,7 @@ LIVE_HWM = 10_000  # messages that libzmq keeps for us while nobody calls `step`
 REPLAY_HWM = 64
 MAX_PATIENCE = 32  # times `replay_timeout_s` that a replay is given at last
 MAX_MESSAGE = 64 << 20  # bytes; libzmq ends the connection of who sends more
-TURN = 1000  # messages of one socket that a step takes at most
+TURN = 100  # messages of one socket that a step takes at most
 
 
 class Curve(NamedTuple):
