@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglcache.core.encoding import Extras
-from sglcache.core.eventlog import RECORD_COST, Frame, Run
+from sglcache.core.eventlog import Frame, Run
 from sglcache.core.tree import Node, Tree, Walk
 from sglcache.units import Tier
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 LOOK_COST = 10  # of a node of which nothing is told, in the units of the log's slice
+TELL_COST = 100  # of one of which something is, beside its pages
 
 
 class Snapshot:
@@ -67,7 +68,7 @@ class Snapshot:
             before = building.num_blocks
             self._tell(node, building)
             blocks = building.num_blocks - before
-            budget -= RECORD_COST + blocks * self._log.page_bytes // 64 if blocks else LOOK_COST
+            budget -= TELL_COST + blocks * self._log.page_bytes // 64 if blocks else LOOK_COST
         return building.close()
 
     def payload(self, ts: float) -> bytes | None:

@@ -273,6 +273,9 @@ class Publisher:
                 size -= took
                 quantum -= 1
                 messages -= 1
+                if reader.answers and reader.answers[0].is_making:  # a frame is a slice of work: one a turn
+                    more = True
+                    break
             if not reader.answers:
                 del self._readers[identity]
         return more

@@ -116,6 +116,11 @@ class Replay:
             self._ring.pin(self, self._next)
         self._entry = None
 
+    @property
+    def is_making(self) -> bool:
+        """A snapshot is under way: the next message may be work."""
+        return self._source is not None
+
     def merge(self, start: int) -> None:
         """Answer another request of the same reader: what it wants is sent before the END of both."""
         self.num_ends += 1
