@@ -274,7 +274,7 @@ class Publisher:
                 quantum -= 1
                 messages -= 1
                 if reader.answers and reader.answers[0].is_making:  # a frame is a slice of work: one a turn
-                    more = True
+                    more = more or not reader.stalled
                     break
             if not reader.answers:
                 del self._readers[identity]
