@@ -105,7 +105,7 @@ def test_the_url_is_what_a_browser_on_this_host_wants(host: str, url: str) -> No
     assert doors.url(host, 7) == url
 
 
-@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::1", "::"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
 def test_it_is_reached_by_the_url_whatever_the_host_is(host: str, ipv6: bool) -> None:
     if ":" in host and not ipv6:
         pytest.skip("this host has no IPv6")
