@@ -170,6 +170,11 @@ class AllocatorModel:
 class Twin(Protocol):
     """Another allocator that must do the same, where nothing is refused."""
 
+    @property
+    def whole_segments(self) -> bool:
+        """A segment may begin only where a page does."""
+        ...
+
     def do(self, call: str, *arguments: Any) -> list[int] | None: ...
 
     def free_pages(self) -> list[int]: ...
@@ -334,7 +339,7 @@ class AllocatorProgram:
             self.do("free_segments", [(row, 0)])
         else:
             cuts = sorted(choose.integer(0, len(row)) for _ in range(2))
-            if self.twin is not None:  # SGLang's newest wants segments to begin with a page
+            if self.twin is not None and self.twin.whole_segments:
                 cuts = [cut // size * size for cut in cuts]
             cuts = [0, *cuts, len(row)]
             self.do("free_segments", [(row[a:b], a) for a, b in pairwise(cuts)])
