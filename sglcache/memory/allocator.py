@@ -249,13 +249,7 @@ class TokenToKVPoolAllocator:
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _ints(self, values: Ints, what: str) -> Tensor:
-        """int64 [n] on the device; perhaps the caller's own tensor."""
-        tensor = torch.as_tensor(values)
-        if tensor.dim() != 1 or (
-            len(tensor) and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-        ):
-            raise BadRequest(f"{what} are {tensor.dtype} {list(tensor.shape)}; integers in one dimension are needed")
-        return tensor.to(self.device, torch.int64)
+        return as_ints(values, what).to(self.device)
 
     def _slots_of(self, pages: Tensor) -> Tensor:
         offsets = torch.arange(self.page_size, device=self.device)
@@ -336,6 +330,15 @@ _CONTRADICTIONS = (
     "would go on in a page that is nobody's, or freed in the open group",
     "would go on in another's page",
 )
+
+
+def as_ints(values: Ints, what: str) -> Tensor:
+    """int64 [n], perhaps the caller's own tensor. BadRequest: something else than integers in one dimension."""
+    tensor = torch.as_tensor(values)
+    number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if tensor.dim() != 1 or (len(tensor) and not number):
+        raise BadRequest(f"{what} are {tensor.dtype} {list(tensor.shape)}; integers in one dimension are needed")
+    return tensor.to(torch.int64)
 
 
 def spread(starts: Tensor, stops: Tensor, total: int) -> tuple[Tensor, Tensor]:
