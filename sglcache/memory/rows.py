@@ -65,7 +65,9 @@ class ReqToTokenPool:
             # int64 [2, size + 1]: of each row, the positions that have pages, and how many of these are not its own to
             # write; -1: nobody's row.
             self._bounds = torch.full((2, size + 1), -1, dtype=torch.int64, device=self.device)
-        self._room = [-1] * (size + 1)  # the first of these once more: reading it waits for no device
+        # The same once more: to read these waits for no device.
+        self._room = [-1] * (size + 1)
+        self._protected = [-1] * (size + 1)
         self._free_rows = list(range(1, size + 1))
 
     def available_size(self) -> int:
@@ -99,13 +101,14 @@ class ReqToTokenPool:
             raise BadRequest(f"row {row} is nobody's", row=row)
         return self._room[row]
 
-    def write_table(self, row: int, table: Ints, protected_len: int = 0) -> None:
+    def write_table(self, row: int, table: Ints, protected_len: int | None = None) -> None:
         """Write a lease's `slots` into its row. BadRequest: more than `max_context_len`; nothing was written.
 
         `protected_len`: the first so many positions are the cache's, and not to be written: what the lease matched,
-        and what was committed since.
+        and what was committed since. None: as many as before.
         """
         room = self.room(row)
+        protected_len = self._protected[row] if protected_len is None else protected_len
         slots = token_slots(table, self.page_size)
         if len(slots) > self.max_context_len or not 0 <= protected_len <= len(slots):
             raise BadRequest(
@@ -174,5 +177,5 @@ class ReqToTokenPool:
         return 1 <= row <= self.size and self._room[row] >= 0
 
     def _set(self, row: int, room: int, protected_len: int) -> None:
-        self._room[row] = room
+        self._room[row], self._protected[row] = room, protected_len
         self._bounds[0, row], self._bounds[1, row] = room, protected_len

@@ -49,6 +49,10 @@ def test_rows_are_int32_with_padding_where_there_is_no_page(rows: ReqToTokenPool
     assert rows.req_to_token[[0, 1]].eq(36).all()
     rows.write_table(3, table(1))
     assert rows.req_to_token[3].tolist() == [4, 5, 6, 7, *[36] * 12]
+    with pytest.raises(BadRequest, match="the cache's"):
+        rows.alloc_decode(t(3), t(4))  # what was protected is, until it is said otherwise
+    rows.write_table(3, table(1), 3)
+    assert rows.alloc_decode(t(3), t(4)) is not None
     rows.free(3)
     assert rows.req_to_token[3].eq(36).all()
 
