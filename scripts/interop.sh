@@ -21,22 +21,26 @@ for key in sys.argv[1:]:
 print("\n".join(found))
 PY
 }
-wanted=$(pins dependency-groups interop; pins tool sglcache interop sglang)
+# What is read of SGLang: its event classes, and its token-to-KV allocators.
+modules=(disaggregation/kv_events mem_cache/allocator/{base,token,paged})
+wanted=$(pins dependency-groups interop; pins tool sglcache interop sglang; echo "${modules[@]}")
 if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
     "$python" -m venv --clear "$venv"
     pip=("$venv/bin/python" -m pip --disable-pip-version-check)
     echo "interop: $(pins dependency-groups interop | paste -sd ' ')"
     pins dependency-groups interop | "${pip[@]}" install -qq -r /dev/stdin
-    # Of SGLang one module is read, for its event classes; nothing of it is installed. Its wheel may not be there for
-    # this Python and platform: then the tests that need it are skipped, and say so.
+    # Of SGLang these few modules are read; nothing of it is installed. Its wheel may not be there for this Python and
+    # platform: then the tests that need it are skipped, and say so.
     mkdir "$venv/sglang"
     for version in $(pins tool sglcache interop sglang); do
-        echo "interop: the event classes of SGLang $version"
+        echo "interop: event classes and allocators of SGLang $version"
         if "${pip[@]}" download -qq --no-deps --only-binary :all: -d "$venv/wheels" "sglang==$version"; then
-            "$venv/bin/python" -c '
+            for module in "${modules[@]}"; do
+                "$venv/bin/python" -c '
 import sys, zipfile
-sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("sglang/srt/disaggregation/kv_events.py"))
-' "$venv"/wheels/sglang-"$version"-*.whl >"$venv/sglang/kv_events-$version.py"
+sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read(f"sglang/srt/{sys.argv[2]}.py"))
+' "$venv"/wheels/sglang-"$version"-*.whl "$module" >"$venv/sglang/${module##*/}-$version.py"
+            done
         fi
         rm -rf "$venv/wheels"
     done

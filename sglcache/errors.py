@@ -48,6 +48,12 @@ class BadRequest(SglcacheError):
     code = "bad_request"
 
 
+class DoubleFree(BadRequest):
+    """What is freed is nobody's: it was freed before, or never handed out. `slots` has the first. Nothing was freed."""
+
+    code = "double_free"
+
+
 class ProtocolError(SglcacheError):
     """A frame that is not of the protocol: malformed, oversized, of another version. The connection ends."""
 
@@ -117,7 +123,7 @@ class ClosedError(SglcacheError):
 _BY_CODE = {
     kind.code: kind
     for kind in (
-        SglcacheError, ConfigError, StartError, BadRequest, ProtocolError, NoSpace, UnknownLease, UnknownSession,
-        SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
+        SglcacheError, ConfigError, StartError, BadRequest, DoubleFree, ProtocolError, NoSpace, UnknownLease,
+        UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
     )
 }  # fmt: skip
