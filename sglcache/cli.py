@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from sglcache.errors import BadRequest, Busy, ConfigError, SglcacheError, StartError, Unavailable
+from sglcache.errors import BadRequest, Busy, ConfigError, NotInstalled, SglcacheError, StartError, Unavailable, extras
 
 if TYPE_CHECKING:
     from sglcache.client import Client
@@ -165,7 +165,14 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 @cli.command()
-@click.option("--config", "-c", "file", type=click.Path(path_type=Path), help="A TOML file; see configs/cpu.toml.")
+@click.option(
+    "--config",
+    "-c",
+    "file",
+    type=click.Path(path_type=Path),
+    envvar="SGLCACHE_CONFIG",
+    help="A TOML file; see configs/cpu.toml.",
+)
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
 @click.option("--check", is_flag=True, help="Only check the configuration, and print it as JSON.")
 @click.option("--verbose", "-v", count=True, help="Log who comes and goes; twice, to debug.")
@@ -570,6 +577,9 @@ cli.add_command(
     Lazy("sglcache.commands.doctor:doctor", name="doctor", help="Look for what keeps others from working with it.")
 )
 cli.add_command(
+    LazyCommand("sglcache.commands.health:health", name="health", help="Whether every rank serves, for probes.")
+)
+cli.add_command(
     LazyCommand(
         "sglcache.commands.verify:verify", name="verify", help="Check that the event stream says what the index holds."
     )
@@ -615,7 +625,8 @@ def version() -> int:
 def main() -> None:
     """The console script: run, and turn errors into one line and an exit code."""
     try:
-        result = cli.main(standalone_mode=False)
+        with extras():
+            result = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as exc:
         exc.show()
@@ -634,7 +645,7 @@ def main() -> None:
 def _exit_code(error: SglcacheError) -> int:
     if isinstance(error, Unavailable):
         return EXIT_UNAVAILABLE
-    if isinstance(error, ConfigError | BadRequest):
+    if isinstance(error, ConfigError | BadRequest | NotInstalled):
         return EXIT_USAGE
     if isinstance(error, StartError):
         return EXIT_SOFTWARE
