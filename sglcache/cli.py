@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -251,8 +252,10 @@ def _sizes(geometry: dict[str, Any]) -> dict[str, str]:
 def _things_to_try(rank: dict[str, Any]) -> list[str]:
     """Commands that work as they stand, from the folder that this one was called from."""
     from sglcache import paths
+    from sglcache.net.endpoints import parse
 
-    program = os.path.relpath(sys.argv[0]) if os.sep in sys.argv[0] else "sglcache"
+    here = os.path.abspath(sys.argv[0])
+    program = "sglcache" if shutil.which("sglcache") == here else os.path.relpath(here)
     if program.endswith("__main__.py"):
         program = f"{os.path.relpath(sys.executable)} -m sglcache"
     where = "" if rank["socket"] == str(paths.socket_path(rank["rank"])) else f" --socket {rank['socket']}"
@@ -261,9 +264,10 @@ def _things_to_try(rank: dict[str, Any]) -> list[str]:
         subscriber = f"{program} watch{where}"
         if Path("scripts/subscribe.py").exists():
             subscriber = f"{os.path.relpath(sys.executable)} scripts/subscribe.py"
-            if stream["endpoint"] != SUBSCRIBER_DEFAULT:
-                subscriber += f" --endpoint {stream['endpoint']}"
-            subscriber += f" --replay-endpoint {stream['replay_endpoint']}"
+            endpoint, replay_endpoint = (str(parse(stream[key]).dialled()) for key in ("endpoint", "replay_endpoint"))
+            if endpoint != SUBSCRIBER_DEFAULT:
+                subscriber += f" --endpoint {endpoint}"
+            subscriber += f" --replay-endpoint {replay_endpoint}"
         commands.insert(0, subscriber)
     return commands
 
