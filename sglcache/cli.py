@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from sglcache.errors import BadRequest, Busy, ConfigError, SglcacheError, StartError, Unavailable
+from sglcache.errors import BadRequest, Busy, ConfigError, NotInstalled, SglcacheError, StartError, Unavailable, extras
 
 if TYPE_CHECKING:
     from sglcache.client import Client
@@ -165,7 +166,14 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 @cli.command()
-@click.option("--config", "-c", "file", type=click.Path(path_type=Path), help="A TOML file; see configs/cpu.toml.")
+@click.option(
+    "--config",
+    "-c",
+    "file",
+    type=click.Path(path_type=Path),
+    envvar="SGLCACHE_CONFIG",
+    help="A TOML file; see configs/cpu.toml.",
+)
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
 @click.option("--check", is_flag=True, help="Only check the configuration, and print it as JSON.")
 @click.option("--verbose", "-v", count=True, help="Log who comes and goes; twice, to debug.")
@@ -244,8 +252,10 @@ def _sizes(geometry: dict[str, Any]) -> dict[str, str]:
 def _things_to_try(rank: dict[str, Any]) -> list[str]:
     """Commands that work as they stand, from the folder that this one was called from."""
     from sglcache import paths
+    from sglcache.net.endpoints import parse
 
-    program = os.path.relpath(sys.argv[0]) if os.sep in sys.argv[0] else "sglcache"
+    here = os.path.abspath(sys.argv[0])
+    program = "sglcache" if shutil.which("sglcache") == here else os.path.relpath(here)
     if program.endswith("__main__.py"):
         program = f"{os.path.relpath(sys.executable)} -m sglcache"
     where = "" if rank["socket"] == str(paths.socket_path(rank["rank"])) else f" --socket {rank['socket']}"
@@ -254,9 +264,10 @@ def _things_to_try(rank: dict[str, Any]) -> list[str]:
         subscriber = f"{program} watch{where}"
         if Path("scripts/subscribe.py").exists():
             subscriber = f"{os.path.relpath(sys.executable)} scripts/subscribe.py"
-            if stream["endpoint"] != SUBSCRIBER_DEFAULT:
-                subscriber += f" --endpoint {stream['endpoint']}"
-            subscriber += f" --replay-endpoint {stream['replay_endpoint']}"
+            endpoint, replay_endpoint = (str(parse(stream[key]).dialled()) for key in ("endpoint", "replay_endpoint"))
+            if endpoint != SUBSCRIBER_DEFAULT:
+                subscriber += f" --endpoint {endpoint}"
+            subscriber += f" --replay-endpoint {replay_endpoint}"
         commands.insert(0, subscriber)
     return commands
 
@@ -570,6 +581,9 @@ cli.add_command(
     Lazy("sglcache.commands.doctor:doctor", name="doctor", help="Look for what keeps others from working with it.")
 )
 cli.add_command(
+    LazyCommand("sglcache.commands.health:health", name="health", help="Whether every rank serves, for probes.")
+)
+cli.add_command(
     LazyCommand(
         "sglcache.commands.verify:verify", name="verify", help="Check that the event stream says what the index holds."
     )
@@ -615,7 +629,8 @@ def version() -> int:
 def main() -> None:
     """The console script: run, and turn errors into one line and an exit code."""
     try:
-        result = cli.main(standalone_mode=False)
+        with extras():
+            result = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as exc:
         exc.show()
@@ -634,7 +649,7 @@ def main() -> None:
 def _exit_code(error: SglcacheError) -> int:
     if isinstance(error, Unavailable):
         return EXIT_UNAVAILABLE
-    if isinstance(error, ConfigError | BadRequest):
+    if isinstance(error, ConfigError | BadRequest | NotInstalled):
         return EXIT_USAGE
     if isinstance(error, StartError):
         return EXIT_SOFTWARE

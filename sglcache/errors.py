@@ -6,7 +6,12 @@ the type on the client's side.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
+
+# Which extra of the package brings a module that is not there without it.
+EXTRAS = {"torch": "runner", "transformers": "transformers"}
 
 
 class SglcacheError(Exception):
@@ -40,6 +45,12 @@ class StartError(SglcacheError):
     """A rank of the daemon ended before it served, and not for its configuration."""
 
     code = "start"
+
+
+class NotInstalled(SglcacheError):
+    """What was asked for needs a part that is not installed: `module`, and `extra`, which brings it."""
+
+    code = "not_installed"
 
 
 class BadRequest(SglcacheError):
@@ -123,7 +134,27 @@ class ClosedError(SglcacheError):
 _BY_CODE = {
     kind.code: kind
     for kind in (
+<<<<<<< HEAD
         SglcacheError, ConfigError, StartError, BadRequest, DoubleFree, ProtocolError, NoSpace, UnknownLease,
+=======
+        SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, ProtocolError, NoSpace, UnknownLease,
+>>>>>>> 3f3d3e2318237b982222b4030f7056c5ce56cabc
         UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
     )
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def extras() -> Iterator[None]:
+    """An import that fails in here for want of what an extra brings raises NotInstalled."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        module = (exc.name or "").partition(".")[0]
+        if module not in EXTRAS:
+            raise
+        raise NotInstalled(
+            f"this needs {module}, which is not installed; pip install 'sglcache[{EXTRAS[module]}]'",
+            module=module,
+            extra=EXTRAS[module],
+        ) from exc

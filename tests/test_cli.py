@@ -13,8 +13,9 @@ import pytest
 
 from sglcache import cli
 
-COMMANDS = ("bench", "clear", "doctor", "ping", "replay", "serve", "status", "verify", "version", "watch")
+COMMANDS = ("bench", "clear", "doctor", "health", "ping", "replay", "serve", "status", "verify", "version", "watch")
 NEEDS_A_DAEMON = (
+    ["health"],
     ["ping"],
     ["status"],
     ["status", "--json"],
@@ -96,6 +97,28 @@ def test_serve_check_prints_the_whole_configuration() -> None:
     config = json.loads(done.stdout)
     assert config["pool"]["page_size"] == 64
     assert set(config) >= {"pool", "host", "events", "http", "control", "state", "model_name"}
+
+
+def test_the_configuration_file_may_be_named_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sglcache.toml"
+    file.write_text("[pool]\npage_size = 64\n")
+    monkeypatch.setenv("SGLCACHE_CONFIG", str(file))
+    done = run("serve", "--check", "--set", "pool.head_dim=8")
+    pool = json.loads(done.stdout)["pool"]
+    assert (pool["page_size"], pool["head_dim"]) == (64, 8)
+
+
+def test_what_an_extra_brings_is_named_where_it_is_missing() -> None:
+    program = (
+        "import sys\nsys.modules['torch'] = None\nsys.argv = ['sglcache', 'demo']\n"
+        "from sglcache.cli import main\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error[not_installed]: this needs torch, which is not installed; pip install ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_version_is_the_packages() -> None:

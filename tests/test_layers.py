@@ -133,6 +133,8 @@ def test_every_dependency_is_at_home(path: Path) -> None:
         "import sglcache.core.index",
         "import sglcache.config",
         "import sglcache.cli",
+        "import sglcache.client.client, sglcache.memory.views",
+        "import sglcache.bench.replay",
         "import sglcache.server.rank",
         "import sglcache.server.supervisor, sglcache.server.http, sglcache.server.metrics",
     ],

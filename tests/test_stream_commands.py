@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import zmq.auth
 
 from sglcache.client.mirror import Mirror
-from sglcache.testing.daemon import Daemon
+from sglcache.testing.daemon import Daemon, until
 
 
 def sglcache(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -29,6 +30,21 @@ def test_an_announcement_is_over_when_the_command_is(tmp_path: Path) -> None:
         assert done.stdout.startswith("rank 0: told of 10 blocks of device, 10 blocks of host, in the batches from ")
         assert client.digest()["seq"] > before
         assert not client.digest()["announcing"]
+
+
+def test_health_is_that_of_every_rank(tmp_path: Path) -> None:
+    with Daemon(tmp_path, dp_size=2, timing={"first_wait": 600.0}) as daemon:  # http is off: there is no port to ask
+        done = sglcache("health", "--socket", daemon.socket)
+        assert (done.returncode, done.stdout) == (0, "ok\n")
+        assert json.loads(sglcache("health", "--socket", daemon.socket, "--json").stdout)["status"] == "ok"
+        pid = daemon.rank(1).kill_rank()
+        until(lambda: daemon.rank(1).row["state"] == "waiting")
+        done = sglcache("health", "--socket", daemon.socket)
+        assert done.returncode == 1
+        assert done.stdout.startswith("degraded: rank 1 is waiting for its next start in ")
+        assert f"pid {pid} was killed by SIGKILL" in done.stdout
+    gone = sglcache("health", "--socket", daemon.socket)
+    assert (gone.returncode, gone.stdout) == (69, "")
 
 
 def test_without_events_an_announcement_says_what_to_set(tmp_path: Path) -> None:

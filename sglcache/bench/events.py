@@ -8,9 +8,9 @@ mirror:
 * `latency`: from the answer to a commit, which says that the pages are cached, to the subscriber having taken in the
   batch that tells of its last page. Prompts of the trace, or made-up ones, at so many a second: as fast as they can,
   they would outrun a subscriber in Python, and the wait would be for that.
-* `snapshot`: a subscriber that comes when so many pages are cached, while a runner goes on committing: how long until
-  it is exact, and how long anybody waited meanwhile (the longest of pings, one after each commit; `longest_ping_before`
-  is the same without the subscriber).
+* `snapshot`: a subscriber that comes when so many pages are cached, while a runner goes on committing, as often: how
+  long until it is exact, and how long anybody waited meanwhile (the longest of pings, one after another;
+  `longest_ping_before` is the same without the subscriber).
 
 With `indexer`, the address of a Dynamo indexer, it is registered too: the clock stops when it knows the last prompt.
 """
@@ -31,7 +31,7 @@ import numpy as np
 
 from sglcache.bench import trace
 from sglcache.bench.daemon import Daemon
-from sglcache.bench.harness import BenchError, Row, Summary
+from sglcache.bench.harness import BenchError, Row, Summary, quantile
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
 from sglcache.core import hashing
@@ -220,10 +220,12 @@ def snapshot(options: Options, pages: int) -> Row:
             _put(client, families[count % 64] + _fresh(1000 + count, own))
             count += 1
 
-        before = _pings(observer, work, lambda: False, 200)
+        end = time.monotonic() + 1.0
+        before = _pings(observer, work, options.rate, lambda: time.monotonic() > end)
         done = client.status()["stream"]["snapshots_done"]
         late = _Late(stream)
-        during = _pings(observer, work, late.exact, 1 << 30)
+        committed = count
+        during = _pings(observer, work, options.rate, late.exact)
         row: Row = {
             "pages": observer.digest()["tiers"]["DEVICE"][0],
             "nodes": client.status()["gauges"]["num_nodes"],
@@ -233,7 +235,8 @@ def snapshot(options: Options, pages: int) -> Row:
             "longest_ping_ms": max(during) * 1e3,
             "p50_ping_ms": Summary.of(during).p50 * 1e3,
             "longest_ping_before_ms": max(before) * 1e3,
-            "commits_meanwhile": len(during),
+            "p999_ping_ms": quantile(sorted(during), 0.999) * 1e3,
+            "commits_meanwhile": count - committed,
         }
         late.close()
         if options.indexer is not None:
@@ -276,17 +279,19 @@ def _come_late(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
         pipe.send((time.monotonic() - started, mirror.payload_bytes))
 
 
-def _pings(observer: Client, work: Callable[[], None], until: Callable[[], bool], most: int) -> list[float]:
-    """A commit, then a ping, in turn: seconds of each ping."""
+def _pings(observer: Client, work: Callable[[], None], rate: float, until: Callable[[], bool]) -> list[float]:
+    """Pings, one after another, and a commit so many times a second: seconds of each ping."""
     clock = time.perf_counter
     taken: list[float] = []
-    deadline = clock() + WITHIN_S
-    while len(taken) < most and not until():
-        work()
+    started, commits = clock(), 0
+    while not until():
+        if clock() > started + commits / rate:
+            work()
+            commits += 1
         start = clock()
         observer.ping()
         taken.append(clock() - start)
-        if start > deadline:
+        if start > started + WITHIN_S:
             raise BenchError(f"not so after {WITHIN_S:.0f} s")
     return taken
 

@@ -45,7 +45,7 @@ CHUNK_TOKENS = 2048  # a prefill chunk: what is computed between two commits
 SHARED_UNIT = 512  # tokens; the grain at which a client remembers what it wrote itself
 FIRST_WAIT_S, LAST_WAIT_S = 0.001, 0.1  # between two tries for room
 GIVE_UP_S = 60.0  # after so long without room
-START_S = 120.0  # for a client process to attach; torch is slow to load
+START_S = 120.0  # for a client process to attach, on a machine that has other things to do
 SETTLE_S = 30.0  # for the mirror to reach what the index was when the last client had left
 MADE_UP_REQUESTS = 1000
 EVENT_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
@@ -194,7 +194,7 @@ class Runner:
         self.most_tokens = geometry.num_pages * geometry.page_size
         row_bytes = geometry.page_bytes // (2 * geometry.num_layers * geometry.page_size)
         self.patterns = [
-            Pattern(view.pages.numpy(), Shape(geometry.page_size, geometry.num_layers, row_bytes, view.shard))
+            Pattern(view.array, Shape(geometry.page_size, geometry.num_layers, row_bytes, view.shard))
             for view in cache.pools
         ]
         self.own: set[int] = set()  # hashes of the prefixes that this client has committed, every SHARED_UNIT tokens

@@ -15,7 +15,7 @@ which sends and returns a `Pending`: `wait` for it when it suits you, in any ord
 with `Client.poll`, and may sleep on `Client.fileno` together with its other work.
 
 Every object may be used from several threads; it does one thing at a time, and who waits keeps the others out. In a
-forked child it is closed: the child must attach anew. Torch is loaded when `pool` is first asked for.
+forked child it is closed: the child must attach anew. Torch is loaded when a tensor of `pool` is first asked for.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from sglcache.client.hashes import named
 from sglcache.client.picture import Block, BlockHashes, Digest, Match, Tokens, medium
 from sglcache.client.state import MirrorState
 from sglcache.errors import BadRequest, ClosedError, ConfigError
+from sglcache.net.endpoints import dial, parse
 from sglcache.units import Tier
 
 END_SEQ = b"\xff" * 8
@@ -93,7 +94,10 @@ class Mirror:
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
     ) -> None:
-        """`since`: the number to begin with, if it can be had; by default it begins with a snapshot."""
+        """`since`: the number to begin with, if it can be had; by default it begins with a snapshot.
+
+        A stream that is bound to every interface (`tcp://*:5557`) is dialled on this host. ConfigError: it can't be.
+        """
         self._open([Source(endpoint, replay_endpoint, topic, rank)], replay_timeout_s, curve, hash_name, since)
 
     @classmethod
@@ -327,9 +331,9 @@ class _Stream:
         self._timeout_s = timeout_s
         self._patience = 1
         self._deadline = math.inf
-        self._sub = self._socket(zmq.SUB, LIVE_HWM, source.endpoint)
+        self._sub = self._socket(zmq.SUB, LIVE_HWM)
         self._sub.subscribe(source.topic)
-        self._sub.connect(source.endpoint)
+        dial(self._sub, parse(source.endpoint).dialled())
         self._dealer: zmq.Socket[bytes] | None = None
         self._request = 0  # what the dealer was made for
         self._serve_requests()
@@ -410,16 +414,15 @@ class _Stream:
         if follower.asked_from is None:
             return
         assert self._source.replay_endpoint is not None
-        self._dealer = self._socket(zmq.DEALER, REPLAY_HWM, self._source.replay_endpoint)
-        self._dealer.connect(self._source.replay_endpoint)
+        self._dealer = self._socket(zmq.DEALER, REPLAY_HWM)
+        dial(self._dealer, parse(self._source.replay_endpoint, "replay_endpoint").dialled())
         self._dealer.send_multipart([b"", follower.asked_from.to_bytes(8, "big")], zmq.NOBLOCK)
         self._deadline = time.monotonic() + self._timeout_s * self._patience
 
-    def _socket(self, kind: int, hwm: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, hwm: int) -> zmq.Socket[bytes]:
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.RCVHWM, hwm)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-        sock.setsockopt(zmq.IPV6, int("[" in endpoint))
         if self._curve is not None:
             self._curve.apply(sock)
         return sock

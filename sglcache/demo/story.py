@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
-from sglcache.errors import ConfigError, SglcacheError
+from sglcache.errors import SglcacheError, extras
 from sglcache.testing.daemon import Daemon
 from sglcache.wire.events import BlockRemoved, BlockStored
 
@@ -103,11 +102,10 @@ class RunnerProcess:
 
 
 def play(say: Callable[[str], None], show: Callable[[Told], None]) -> Report:
-    """The whole demo. ConfigError: transformers is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("the demo's model needs transformers; pip install 'sglcache[transformers]'")
-    from sglcache.demo.runner import config
-    from sglcache.integrations.transformers import pool_settings
+    """The whole demo. NotInstalled: torch or transformers is not there."""
+    with extras():
+        from sglcache.demo.runner import config
+        from sglcache.integrations.transformers import pool_settings
 
     report = Report()
     with tempfile.TemporaryDirectory(prefix="sglcache-demo-") as folder:

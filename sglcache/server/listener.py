@@ -66,7 +66,8 @@ def close_fds(fds: list[int]) -> None:
 
 
 def identify(sock: socket.socket) -> Peer:
-    """The process that called connect(). `Forbidden` if it is of another user, OSError if it is gone."""
+    """The process that called connect(). OSError if it is gone; `Forbidden` if it is of another user, or of a PID
+    namespace out of sight on a kernel that can't give us a descriptor of it."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise Forbidden(f"this rank serves uid {os.geteuid()}, and the peer is uid {uid}", uid=uid)
@@ -75,7 +76,14 @@ def identify(sock: socket.socket) -> Peer:
     except OSError as exc:
         if exc.errno != errno.ENOPROTOOPT:
             raise
-        # Before Linux 6.5. The number could be another process's by now only if the peer is dead and reaped.
+        # Before Linux 6.5.
+        if not pid:
+            raise Forbidden(
+                "the peer is in a PID namespace that this rank can't see into, and so could not be known to be dead; "
+                "have both share one, or run Linux 6.5 or later",
+                uid=uid,
+            ) from None
+        # The number could be another process's by now only if the peer is dead and reaped.
         pidfd = os.pidfd_open(pid)
     return Peer(sock, pid, pidfd)
 

@@ -504,6 +504,21 @@ def test_a_match_is_by_rank_and_tier(make: Callable[..., Daemon]) -> None:
             mirror.hashes("GPU", 2)
 
 
+def test_a_stream_on_every_interface_is_dialled_on_this_host(daemon: Daemon) -> None:
+    """A daemon in a container binds so, and tells those beside it what it has bound."""
+    daemon.say(stored(1))
+    endpoint, replay_endpoint = (text.replace("127.0.0.1", "*") for text in (daemon.endpoint, daemon.replay_endpoint))
+    with Mirror(endpoint, replay_endpoint) as mirror:
+        catch_up(daemon, mirror)
+        assert_exact(daemon, mirror)
+
+
+@pytest.mark.parametrize("endpoint", ["somewhere", "tcp://127.0.0.1:0", "inproc://here"])
+def test_what_can_not_be_dialled_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="endpoint"):
+        Mirror(endpoint)
+
+
 def test_two_streams_of_one_rank_are_refused(daemon: Daemon) -> None:
     with pytest.raises(BadRequest, match="two streams of rank 0"):
         Mirror.of([Source(daemon.endpoint), Source(daemon.endpoint)])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from kernel_facts import in_child, mapped
 
-from sglcache.errors import BadRequest, ClosedError, ConfigError, ProtocolError
+from sglcache.errors import BadRequest, ClosedError, ConfigError, NotInstalled, ProtocolError
 from sglcache.memory import pools as pools_module
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools, Pool
@@ -96,6 +97,19 @@ def test_a_page_table_writes_its_pages_and_no_other(geometry: Geometry, pools: D
     assert touched == [1, 6]
 
 
+def test_without_torch_the_bytes_are_there_and_a_tensor_says_what_to_install(
+    geometry: Geometry, pools: DevicePools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views = KVViews(pools.shards[0].fd, geometry)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not there
+    views.array[3] = 7
+    with pytest.raises(NotInstalled, match=r"this needs torch, .*pip install 'sglcache\[runner\]'"):
+        _ = views.k
+    monkeypatch.undo()
+    assert views.pages[3].tolist() == [7] * geometry.page_bytes
+    assert views.pages.data_ptr() == views.array.ctypes.data
+
+
 def test_views_outlive_the_pool_and_the_descriptor(geometry: Geometry, pools: DevicePools) -> None:
     views = KVViews(pools.shards[0].fd, geometry)
     pools.close()
@@ -109,7 +123,7 @@ def test_kept_tensors_stay_good_after_close_and_the_last_one_unmaps(geometry: Ge
     kept = views.k[1][2:4]
     views.close()
     views.close()
-    for name in ("k", "v", "pages"):
+    for name in ("k", "v", "pages", "array"):
         with pytest.raises(ClosedError):
             getattr(views, name)
     kept.fill_(3)
@@ -144,6 +158,7 @@ def test_views_made_in_inference_mode_can_be_written_outside(geometry: Geometry)
     pools = DevicePools(geometry)
     with torch.inference_mode():
         views = KVViews(pools.shards[0].fd, geometry)
+        assert not views.k[0].any()
     views.k[0][0] = 1
     assert views.k[0][0].all()
     views.close()

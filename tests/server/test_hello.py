@@ -300,6 +300,24 @@ def test_a_peers_process_is_known_by_a_descriptor(monkeypatch: pytest.MonkeyPatc
         peer.close()
 
 
+def test_a_peer_whose_death_could_not_be_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a PID namespace out of sight a peer's number is 0, and an old kernel gives no descriptor of it."""
+    monkeypatch.setattr(listeners, "SO_PEERPIDFD", 12345)  # no such option
+    monkeypatch.setattr(listeners, "_CREDENTIALS", Zeroed())
+    ours, theirs = sockets.socketpair(sockets.AF_UNIX)
+    with ours, theirs, pytest.raises(Forbidden, match="PID namespace"):
+        listeners.identify(ours)
+
+
+class Zeroed:
+    """struct ucred, as such a peer's is."""
+
+    size = 12
+
+    def unpack(self, packed: bytes) -> tuple[int, int, int]:
+        return (0, os.geteuid(), os.getegid())
+
+
 def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

@@ -14,10 +14,13 @@ package is a command line on all that.
 
 from __future__ import annotations
 
-from sglcache.integrations.transformers.folder import load, load_config, load_model, load_tokenizer
-from sglcache.integrations.transformers.geometry import check_geometry, pool_settings
-from sglcache.integrations.transformers.model import Executor, PagedModel, Part
-from sglcache.integrations.transformers.runner import Request, Runner
+from sglcache.errors import extras
+
+with extras():
+    from sglcache.integrations.transformers.folder import load, load_config, load_model, load_tokenizer
+    from sglcache.integrations.transformers.geometry import check_geometry, pool_settings
+    from sglcache.integrations.transformers.model import Executor, PagedModel, Part
+    from sglcache.integrations.transformers.runner import Request, Runner
 
 __all__ = [
     "Executor",

@@ -1,0 +1,34 @@
+"""`sglcache health`: what a probe asks, without a port or a client: /health, on the supervisor's unix socket."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from sglcache import paths, ranks
+from sglcache.cli import EXIT_FAILED, json_option, socket_option
+from sglcache.errors import Unavailable
+
+
+@click.command()
+@socket_option
+@json_option
+def health(socket: Path | None, as_json: bool) -> int:
+    """Whether every rank serves, for probes: exits 0 if so, 1 if one does not, 69 if there is no daemon.
+
+    What GET /health says, asked on the unix socket, so that it is there whatever http.enabled, host and port are.
+    """
+    there = paths.supervisors(socket)
+    if not there:
+        where = socket if socket is not None else paths.socket_path()
+        raise Unavailable(f"no daemon has its control socket at {where}; start one with `sglcache serve`")
+    pages = [ranks.ask(path, "/health") for path in there]
+    if as_json:
+        click.echo(json.dumps(pages[0] if len(pages) == 1 else pages))
+    else:
+        click.echo(
+            "; ".join(f"{page['status']}: {page['reason']}" if "reason" in page else page["status"] for page in pages)
+        )
+    return 0 if all(page["status"] == "ok" for page in pages) else EXIT_FAILED
