@@ -134,12 +134,8 @@ class ClosedError(SglcacheError):
 _BY_CODE = {
     kind.code: kind
     for kind in (
-<<<<<<< HEAD
-        SglcacheError, ConfigError, StartError, BadRequest, DoubleFree, ProtocolError, NoSpace, UnknownLease,
-=======
-        SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, ProtocolError, NoSpace, UnknownLease,
->>>>>>> 3f3d3e2318237b982222b4030f7056c5ce56cabc
-        UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
+        SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, DoubleFree, ProtocolError, NoSpace,
+        UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
     )
 }  # fmt: skip
 
