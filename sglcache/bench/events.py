@@ -5,9 +5,8 @@ mirror:
 
 * `throughput`: a runner commits fresh prompts as fast as it can, in a pool that is full most of the time, so that
   blocks are stored and removed in both tiers. From the first commit to the subscriber having taken in the last batch.
-* `latency`: from the answer to a commit, which says that the pages are cached, to the subscriber having taken in the
-  batch that tells of its last page. Prompts of the trace, or made-up ones, at so many a second: as fast as they can,
-  they would outrun a subscriber in Python, and the wait would be for that.
+* `latency`: from the answer to a commit, which says that the pages are cached, to the subscriber's receiving the batch
+  that tells of its last page, before it decodes anything. Prompts of the trace, or made-up ones, at so many a second.
 * `snapshot`: a subscriber that comes when so many pages are cached, while a runner goes on committing, as often: how
   long until it is exact, and how long anybody waited meanwhile (the longest of pings, one after another;
   `longest_ping_before` is the same without the subscriber).
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import zmq
 
 from sglcache.bench import trace
 from sglcache.bench.daemon import Daemon
@@ -35,7 +35,7 @@ from sglcache.bench.harness import BenchError, Row, Summary, quantile
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
 from sglcache.core import hashing
-from sglcache.wire.events import BlockStored
+from sglcache.wire.events import BlockStored, decode_batch
 
 VOCAB = 128_000
 WITHIN_S = 120.0
@@ -77,16 +77,15 @@ class Seen(NamedTuple):
     blocks: int  # stored and removed
     payload_bytes: int
     losses: int
-    arrivals: dict[int, float]  # when a block on the device was first told of, by hash
 
 
 class Subscriber:
-    """Follows from construction on. `reach` may be asked once."""
+    """Follows from construction on, as `follow` does in a process of its own. `reach` may be asked once."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str, *, arrivals: bool = False) -> None:
+    def __init__(self, follow: Callable[[Connection, str, str], None], endpoint: str, replay_endpoint: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_follow, args=(theirs, endpoint, replay_endpoint, arrivals), daemon=True)
+        self._process = context.Process(target=follow, args=(theirs, endpoint, replay_endpoint), daemon=True)
         self._process.start()
         theirs.close()
         self._hear()
@@ -99,10 +98,10 @@ class Subscriber:
         except EOFError:
             raise BenchError("the subscriber ended") from None
 
-    def reach(self, seq: int) -> Seen:
-        """Wait until it has taken in number `seq`."""
+    def reach(self, seq: int) -> Any:
+        """Wait until it has taken in number `seq`: what it came to."""
         self._pipe.send(seq)
-        return Seen(*self._hear())
+        return self._hear()
 
     def close(self) -> None:
         self._pipe.close()
@@ -115,9 +114,8 @@ class Subscriber:
         self.close()
 
 
-def _follow(pipe: Connection, endpoint: str, replay_endpoint: str, keep_arrivals: bool) -> None:
-    """A subscriber's life: say that it is in step, follow until a number that comes down the pipe, say what it saw."""
-    arrivals: dict[int, float] = {}
+def follow(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
+    """Say that it is in step, follow until a number that comes down the pipe, say what it saw: `Seen`."""
     blocks, target = 0, None
     with Mirror(endpoint, replay_endpoint) as mirror:
         while not (mirror.synced and mirror.state.next_seq):
@@ -125,18 +123,39 @@ def _follow(pipe: Connection, endpoint: str, replay_endpoint: str, keep_arrivals
         pipe.send("in step")
         while True:
             facts = mirror.step(0.01)
-            now = time.monotonic()
-            for _, _, event in facts:
-                hashes = getattr(event, "block_hashes", ())
-                blocks += len(hashes)
-                if keep_arrivals and isinstance(event, BlockStored) and event.medium == "GPU":
-                    for each in hashes:
-                        arrivals.setdefault(each, now)
+            blocks += sum(len(getattr(event, "block_hashes", ())) for _, _, event in facts)
             if target is None and pipe.poll(0):
                 target = pipe.recv()
             if target is not None and mirror.synced and (mirror.state.next_seq or 0) > target:
-                pipe.send((now, blocks, mirror.payload_bytes, mirror.losses, arrivals))
+                pipe.send(Seen(time.monotonic(), blocks, mirror.payload_bytes, mirror.losses))
                 return
+
+
+def note(pipe: Connection, endpoint: str, replay_endpoint: str) -> None:
+    """Note when each message comes, until a number; then say when each block on the device was first told of."""
+    del replay_endpoint
+    messages: list[tuple[float, bytes]] = []
+    target = None
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.subscribe("")
+        sub.connect(endpoint)
+        sub.recv_multipart()  # at the latest a heartbeat
+        pipe.send("in step")
+        seq = 0
+        while target is None or seq < target:
+            if sub.poll(10):
+                frames = sub.recv_multipart()
+                messages.append((time.monotonic(), frames[2]))
+                seq = int.from_bytes(frames[1], "big")
+            if target is None and pipe.poll(0):
+                target = pipe.recv()
+    arrivals: dict[int, float] = {}
+    for at, payload in messages:
+        for event in decode_batch(payload).events:
+            if isinstance(event, BlockStored) and event.medium == "GPU":
+                for each in event.block_hashes:
+                    arrivals.setdefault(each, at)
+    pipe.send(arrivals)
 
 
 # -- the parts -------------------------------------------------------------------------------------------
@@ -150,7 +169,7 @@ def throughput(options: Options) -> Row:
     with _daemon(options, device, 2 * device) as daemon, _runner(daemon) as client:
         stream = client.status()["stream"]
         indexer = _Indexer(options, stream) if options.indexer is not None else None
-        with Subscriber(stream["endpoint"], stream["replay_endpoint"]) as subscriber:
+        with Subscriber(follow, stream["endpoint"], stream["replay_endpoint"]) as subscriber:
             before = client.status()["counters"]
             prompts = [_fresh(number, options.prompt_tokens) for number in range(options.prompts)]
             start = time.monotonic()
@@ -158,7 +177,7 @@ def throughput(options: Options) -> Row:
                 _put(client, prompt)
             committed_s = time.monotonic() - start
             _quiet(client)
-            seen = subscriber.reach(client.digest()["seq"])
+            seen: Seen = subscriber.reach(client.digest()["seq"])
             counters = client.status()["counters"]
             row: Row = {
                 "blocks": sum(counters[key] - before[key] for key in ("blocks_stored", "blocks_removed")),
@@ -179,12 +198,12 @@ def throughput(options: Options) -> Row:
 
 
 def latency(options: Options) -> Row:
-    """Milliseconds from the answer to a commit to its last page in the subscriber's mirror."""
+    """Milliseconds from the answer to a commit to the batch of its last page at the subscriber. May be negative."""
     with _daemon(options, 1 << 17, 0) as daemon, _runner(daemon) as client:
         stream = client.status()["stream"]
         chain = hashing.hasher("xxh3_128").chain
         page_bytes = 4 * options.page_size
-        with Subscriber(stream["endpoint"], stream["replay_endpoint"], arrivals=True) as subscriber:
+        with Subscriber(note, stream["endpoint"], stream["replay_endpoint"]) as subscriber:
             commits: list[tuple[float, bytes]] = []
             started = time.monotonic()
             for number, prompt in enumerate(_prompts(options)):
@@ -195,11 +214,12 @@ def latency(options: Options) -> Row:
                     lease.commit()
                     if news > 0:
                         commits.append((time.monotonic(), whole))
-            seen = subscriber.reach(client.digest()["seq"] + 1)
+            arrivals = subscriber.reach(client.digest()["seq"] + 1)
     late = []
     for at, whole in commits:
         last = hashing.block_hash(chain(b"", whole, page_bytes)[-16:])
-        late.append((seen.arrivals[last] - at) * 1e3)
+        if (arrival := arrivals.pop(last, None)) is not None:  # of a page that comes again the first time counts
+            late.append((arrival - at) * 1e3)
     return {"commits": len(late), "rate": options.rate, "ms": Summary.of(late)}
 
 
