@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from sglcache.errors import BadRequest, DoubleFree
+from sglcache.errors import BadRequest, DoubleFree, extras
+
+with extras():
+    import torch
+    from torch import Tensor
 
 Ints = Tensor | npt.NDArray[Any] | Sequence[int]
 """Integers in one dimension, of any width, on any device."""

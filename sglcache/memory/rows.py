@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from sglcache.errors import BadRequest, DoubleFree
+from sglcache.errors import BadRequest, DoubleFree, extras
 from sglcache.memory.allocator import Ints, as_ints, spread
+
+with extras():
+    import torch
+    from torch import Tensor
 
 MAX_INT32 = (1 << 31) - 1
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypedDict, Unpack
 
-import torch
-from torch import Tensor
+from sglcache.errors import BadRequest, ConfigError, extras
 
-from sglcache.errors import BadRequest, ConfigError
+with extras():
+    import torch
+    from torch import Tensor
 
 
 class Layout(Protocol):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglcache.errors import BadRequest, ClosedError, ConfigError
+from sglcache.errors import BadRequest, ClosedError, ConfigError, NotInstalled
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools
 from sglcache.memory.token_pools import MHATokenToKVPool, MLATokenToKVPool
@@ -193,6 +195,15 @@ def test_flat_views_taken_in_inference_mode_are_written_outside() -> None:
         pool.set_kv_buffer(0, LOC, rows(), rows())
     buffer[0] = 1
     assert torch.equal(buffer[LOC], rows())
+
+
+@pytest.mark.parametrize("module", ["allocator", "rows", "token_pools"])
+def test_without_torch_the_import_says_what_to_install(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not there
+    for name in ("allocator", module):
+        monkeypatch.delitem(sys.modules, f"sglcache.memory.{name}", raising=False)
+    with pytest.raises(NotInstalled, match="this needs torch"):
+        importlib.import_module(f"sglcache.memory.{module}")
 
 
 # -- latents ------------------------------------------------------------------------------------------------
