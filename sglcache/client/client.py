@@ -21,6 +21,7 @@ forked child it is closed: the child must attach anew. Torch is loaded when a te
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import sys
 import threading
@@ -289,12 +290,12 @@ class Client(Member):
     def acquire_begin(self, tokens: Tokens, **options: Unpack[AcquireOptions]) -> Pending[Lease]:
         """As `acquire`, without waiting. Several are served in their order, and may be answered in another."""
         packed = pack(tokens)
-        _check(options)
+        checked = _checked(options)
         connection = self._connection
         with connection.lock:
             request = connection.number()
             pending = Pending(connection, request, partial(Lease, self, packed))
-            return connection.begin(control.Acquire(request, packed, **options), pending)
+            return connection.begin(control.Acquire(request, packed, **checked), pending)
 
     def extend(self, batch: Iterable[Extension | tuple[Any, ...]]) -> list[SglcacheError | None]:
         """Extend many leases by one command, as for a step of a batch: for each, in order, None or why it was not.
@@ -343,11 +344,11 @@ class Client(Member):
     def peek_begin(self, tokens: Tokens, **namespace: Unpack[NamespaceOptions]) -> Pending[Peeked]:
         """As `peek`, without waiting."""
         packed = pack(tokens)
-        _check(namespace)
+        checked = _checked(namespace)
         connection = self._connection
         with connection.lock:
             request = connection.number()
-            return connection.begin(control.Peek(request, packed, **namespace), Pending(connection, request, _peeked))
+            return connection.begin(control.Peek(request, packed, **checked), Pending(connection, request, _peeked))
 
     def pin(
         self,
@@ -361,7 +362,7 @@ class Client(Member):
     ) -> int:
         """Keep what is cached of `tokens` from eviction for `ttl_s` seconds, in the name of `owner`; its tokens."""
         packed = pack(tokens)
-        _check({"owner": owner, "lora": lora, "extra_key": extra_key, "cache_salt": cache_salt})
+        _checked({"owner": owner, "lora": lora, "extra_key": extra_key, "cache_salt": cache_salt})
         if not 0 < ttl_s <= control.MAX_TTL_S:
             raise BadRequest(f"ttl_s={ttl_s}: more than 0 and at most {control.MAX_TTL_S} seconds", argument="ttl_s")
         with self._connection.lock:
@@ -412,7 +413,8 @@ class Client(Member):
         return self._send_extend([Extension(lease, tokens, reserve, upto)], _error)
 
     def send_commit(self, lease: Lease, tokens: int | None, event: Event | None) -> Pending[Committed]:
-        _check({"tokens": tokens})
+        tokens = _checked({"tokens": tokens})["tokens"]
+        _check_event(event)
         connection = self._connection
         with connection.lock:
             number, generation, seen = event or self._now()
@@ -474,6 +476,7 @@ class Client(Member):
         self._unread[answer.reply] = (pending, lease)
 
     def _release(self, lease: Lease, event: Event | None, discard: bool) -> control.Release:
+        _check_event(event)
         number, generation, seen = event or self._now()
         request = self._connection.number()
         self._ticket += 1
@@ -483,9 +486,8 @@ class Client(Member):
     def _send_extend(self, batch: list[Extension], finish: Callable[[control.Extended], T]) -> Pending[T]:
         items = []
         for lease, tokens, reserve, upto in batch:
-            if reserve or upto is not None:
-                _check({"reserve": reserve, "upto": upto})
-            items.append(control.Extension(lease.id, pack(tokens), reserve, upto))
+            checked = _checked({"reserve": reserve, "upto": upto}) if reserve != 0 or upto is not None else _NO_ROOM
+            items.append(control.Extension(lease.id, pack(tokens), **checked))
         if len(items) > control.MAX_EXTENSIONS:
             raise BadRequest(f"{len(items)} leases: at most {control.MAX_EXTENSIONS} by one command", leases=len(items))
 
@@ -557,20 +559,46 @@ def _nothing(answer: control.Done) -> None:
     """There is nothing to be told of it."""
 
 
-_LONG = frozenset(("extra_key", "cache_salt"))
+_TEXTS = {
+    "lora": control.MAX_NAME,
+    "extra_key": control.MAX_SALT,
+    "cache_salt": control.MAX_SALT,
+    "session_id": control.MAX_NAME,
+    "tenant": control.MAX_NAME,
+    "owner": control.MAX_NAME,
+}
+_NEEDED = frozenset(("reserve", "priority", "owner"))  # None is no value of these
+_NO_ROOM: dict[str, Any] = {"reserve": 0, "upto": None}
 
 
-def _check(options: Mapping[str, object]) -> None:
-    """What the frame could not carry is refused here, by its name: there it would end the connection."""
+def _checked(options: Mapping[str, object]) -> dict[str, Any]:
+    """The options as the frame carries them. What it could not is refused here, by its name: there it would end the
+    connection, and with it every lease. Whatever is an integer (numpy's, too) is a count; a bool is none."""
+    checked: dict[str, Any] = {}
     for name, value in options.items():
-        if isinstance(value, str):
-            most = control.MAX_SALT if name in _LONG else control.MAX_NAME
-            if len(value) > most:
-                raise BadRequest(f"{name} of {len(value)} characters: at most {most}", argument=name)
-        elif value is not None:
+        most = _TEXTS.get(name)
+        if value is None and name not in _NEEDED:
+            checked[name] = None
+        elif most is not None:
+            if not isinstance(value, str) or len(value) > most:
+                what = f"{len(value)} characters" if isinstance(value, str) else f"{value!r}, no text"
+                raise BadRequest(f"{name} of {what}: at most {most} characters", argument=name)
+            checked[name] = value
+        else:
             least = -control.MAX_COUNT if name == "priority" else 0
-            if not isinstance(value, int) or not least <= value <= control.MAX_COUNT:
-                raise BadRequest(f"{name}={value}: {least} to {control.MAX_COUNT}", argument=name)
+            try:
+                count = operator.index(value) if not isinstance(value, bool) else None  # type: ignore[arg-type]
+            except TypeError:
+                count = None
+            if count is None or not least <= count <= control.MAX_COUNT:
+                raise BadRequest(f"{name}={value!r}: an integer of {least} to {control.MAX_COUNT}", argument=name)
+            checked[name] = count
+    return checked
+
+
+def _check_event(event: Event | None) -> None:
+    if event is not None and not all(isinstance(part, int) and 0 <= part < 1 << 63 for part in event):
+        raise BadRequest(f"{event} is none that `record` gave", argument="event")
 
 
 def _name(name: str | None) -> str:

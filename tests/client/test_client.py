@@ -15,6 +15,7 @@ import pytest
 
 import sglcache
 from sglcache.client import Client
+from sglcache.client.client import Event
 from sglcache.errors import (
     BadRequest,
     Busy,
@@ -415,12 +416,36 @@ def test_the_socket_is_found_by_the_rule(daemon: Daemon, monkeypatch: pytest.Mon
         ("priority", 1 << 70),
         ("lora", "x" * 257),
         ("cache_salt", "x" * 5000),
+        ("lora", 3),
+        ("cache_salt", 5),
+        ("session_id", b"s"),
+        ("tenant", ["t"]),
+        ("priority", None),
+        ("reserve", None),
+        ("limit", True),
+        ("limit", "5"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_and_costs_nothing(client: Client, argument: str, value: object) -> None:
     with pytest.raises(BadRequest, match=argument):
         client.acquire([1, 2, 3], **{argument: value})  # type: ignore[arg-type]
     client.ping()
+
+
+def test_wrong_arguments_of_a_lease_cost_nothing_and_numpys_integers_are_integers(client: Client) -> None:
+    lease = client.acquire([1, 2, 3], limit=np.int64(2), reserve=np.uint8(1))
+    for wrong in (
+        lambda: lease.commit("x"),  # type: ignore[arg-type]
+        lambda: lease.commit(-1),
+        lambda: lease.extend(upto="3"),  # type: ignore[arg-type]
+        lambda: lease.extend(reserve=None),  # type: ignore[arg-type]
+        lambda: lease.commit_begin(event=Event(-3, -1, 0)),
+        lambda: lease.release_begin(event=Event(-3, -1, 0)),
+    ):
+        with pytest.raises(BadRequest):
+            wrong()
+    assert lease.commit(np.int32(3)).committed_tokens == 0
+    lease.release()
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 86401.0])

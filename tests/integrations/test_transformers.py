@@ -21,7 +21,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from sglcache.errors import ConfigError, NoSpace, TransferError
+from sglcache.errors import BadRequest, ConfigError, NoSpace, TransferError
 from sglcache.integrations.transformers import PagedModel, Part, Request, Runner, pool_settings
 from sglcache.memory.geometry import Geometry
 from sglcache.testing.daemon import Daemon
@@ -294,6 +294,7 @@ class FailingLoad:
 
     def __init__(self, inner: PagedModel) -> None:
         self.inner = inner
+        self.vocab_size = inner.vocab_size
         self.failed = 0
 
     def run(self, parts: list[Part]) -> Tensor:
@@ -419,3 +420,14 @@ def test_latents_take_the_room_of_latents_however_many_heads_there_are(
         num_pages = pool.pop("num_tokens") // 16
         geometry = Geometry(num_pages=num_pages, **pool)  # type: ignore[arg-type]
         assert geometry.page_bytes == 16 * token_bytes, "each shard has a replica"
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_and_others_go_on(models: dict[str, Any], serve: Serve) -> None:
+    daemon = serve("llama", 16)
+    with daemon.client() as client:
+        runner = Runner(client, PagedModel(tiny.build("llama"), client))
+        good = runner.submit(tiny.prompt(20), max_new_tokens=2)
+        with pytest.raises(BadRequest, match="token 999999"):
+            runner.submit([1, 999_999])
+        runner.run()
+        assert len(good.output) == 2

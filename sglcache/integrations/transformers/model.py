@@ -47,6 +47,9 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Executor(Protocol):
     """Where steps are computed: `PagedModel` in this process, or several of them in others."""
 
+    vocab_size: int
+    """Token ids are below it."""
+
     def run(self, parts: Sequence[Part]) -> Tensor:
         """Compute a step; the logits asked for, in order: float [num_asked, vocab], on the CPU.
 
@@ -78,6 +81,7 @@ class PagedModel:
         model.set_attn_implementation(IMPLEMENTATION)
         self.model = model.eval()
         self.member = member
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Tensor:

@@ -50,6 +50,7 @@ class _Ready(msgspec.Struct, tag="ready"):
 
     num_rows: int = 0
     logits: bytes = b""  # float32 [num_rows, vocab]
+    vocab_size: int = 0  # said when it is attached
 
 
 class _Failed(msgspec.Struct, tag="failed"):
@@ -85,7 +86,7 @@ class ShardedModel:
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
-            self._hear()
+            self.vocab_size = self._hear()[0].vocab_size
         except BaseException:
             self.close()
             raise
@@ -170,7 +171,7 @@ def _work(
             shard_model(model, shard, num_shards)
             with Worker(token, shard, socket, name=f"worker {shard}") as member:
                 paged = PagedModel(model, member)
-                pipe.send_bytes(_encode(_Ready()))
+                pipe.send_bytes(_encode(_Ready(vocab_size=paged.vocab_size)))
                 while True:
                     message = _to_worker(pipe.recv_bytes())
                     if isinstance(message, _Run):

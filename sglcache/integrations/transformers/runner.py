@@ -104,6 +104,8 @@ class Runner:
                 f"a request needs a prompt, max_new_tokens >= 1 and temperature >= 0; got {len(packed)} tokens, "
                 f"{max_new_tokens}, {temperature}"
             )
+        if (largest := max(packed)) >= self.executor.vocab_size:
+            raise BadRequest(f"token {largest}: the model has {self.executor.vocab_size}, from 0", token=largest)
         request = Request(
             packed,
             max_new_tokens,
