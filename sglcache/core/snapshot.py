@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LOOK_COST = 10  # of a node of which nothing is told, in the units of the log's slice
 TELL_COST = 100  # of one of which something is, beside its pages
+FRAME_TOKENS = 1 << 14  # in a frame: a reader that does not read has a queue of frames, which must not be large
 
 
 class Snapshot:
@@ -35,6 +36,7 @@ class Snapshot:
         self._log = log
         self._tiers = [(c, Tier(c)) for c in range(tree.C)]
         self._walk = Walk(tree)
+        self._max_blocks = min(log.max_blocks, max(1, FRAME_TOKENS * 4 // log.page_bytes))
         self._told = b""  # the last digest told of a node that did not fit into a frame
         self._begun = False
         self._full_cuts: int | None = None  # that there had been when the walk came to its end
@@ -61,7 +63,7 @@ class Snapshot:
             self.close()
             return None
         budget = self._log.slice
-        while building.num_blocks < self._log.max_blocks and budget > 0:
+        while building.num_blocks < self._max_blocks and budget > 0:
             node = self._walk.peek()
             if node is None:
                 break
@@ -92,7 +94,7 @@ class Snapshot:
         num_pages = len(hashes) // size
         start = _page_of(self._told, hashes, size) + 1 if self._told else 0
         self._told = b""
-        room = (self._log.max_blocks - building.num_blocks) // len(tiers)
+        room = (self._max_blocks - building.num_blocks) // len(tiers)
         stop = min(num_pages, start + max(1, room))
         if start:
             parent: bytes | None = hashes[(start - 1) * size : start * size]

@@ -98,7 +98,7 @@ class Publisher:
         topic: str = "",
         ring_bytes: int = 64 << 20,
         hwm: int = 10_000,
-        replay_hwm: int = 64,
+        replay_hwm: int = 16,
         connect: bool = False,
         curve: Curve | None = None,
         keys: tuple[str, str] = ("endpoint", "replay_endpoint"),

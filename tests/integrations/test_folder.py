@@ -214,3 +214,17 @@ def test_with_two_shards_it_is_two_processes(folder: Path, run: Run, tmp_path: P
             "--model", folder, "--socket", daemon.socket, "--max-new-tokens", NUM_NEW, "--json", "--ids", "9,8,7"
         )
     assert done.answers[0]["output"] == own_words(folder, [9, 8, 7])
+
+
+def test_a_prompt_that_can_t_be_answered_takes_no_other_along(folder: Path, say: Run) -> None:
+    """One that is too long for the pool, one with a token that the model lacks, and an empty line of standard input."""
+    too_long = ",".join(map(str, range(100))) + ",1" * 2000
+    done = say("--json", "--ids", "1,2,3", "--ids", too_long, "--ids", "1,999999")
+    assert done.code == 1
+    (answer,) = (json.loads(line) for line in done.out.splitlines())
+    assert answer["output"] == own_words(folder, [1, 2, 3])
+    assert "error[no_space]: a prompt of 2100 tokens" in done.err
+    assert "error[bad_request]: a prompt of 2 tokens: token 999999" in done.err
+    done = say("--json", stdin="\nthe sea\n")
+    assert done.code == 1
+    assert len(done.out.splitlines()) == 1

@@ -22,7 +22,7 @@ import click
 from transformers.utils import logging
 
 from sglcache.client import Client
-from sglcache.errors import BadRequest, ConfigError, SglcacheError, Unavailable
+from sglcache.errors import BadRequest, ConfigError, NoSpace, SglcacheError, Unavailable
 from sglcache.integrations.transformers.folder import load, load_config, load_model, load_tokenizer, stop_tokens
 from sglcache.integrations.transformers.geometry import pool_settings
 from sglcache.integrations.transformers.parallel import ShardedModel
@@ -107,11 +107,11 @@ def command(
     given = [*(_encode(tokenizer, prompt) for prompt in prompts), *ids]
     with _runner(folder, socket, dtype) as runner:
         if given:
-            _answer(runner, given, stop, tokenizer, options)
-        else:
-            for line in sys.stdin:
-                _answer(runner, [_encode(tokenizer, line.rstrip("\n"))], stop, tokenizer, options)
-    return 0
+            return _answer(runner, given, stop, tokenizer, options)
+        failed = 0
+        for line in sys.stdin:
+            failed = _answer(runner, [_encode(tokenizer, line.rstrip("\n"))], stop, tokenizer, options) or failed
+    return failed
 
 
 @contextlib.contextmanager
@@ -135,21 +135,38 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-def _answer(runner: Runner, prompts: list[list[int]], stop: list[int], tokenizer: Any, options: Options) -> None:
+def _answer(runner: Runner, prompts: list[list[int]], stop: list[int], tokenizer: Any, options: Options) -> int:
+    """A line for each prompt; one that can't be answered says so on stderr, and others go on. 1 if there was such."""
     started = time.perf_counter()
-    requests = [
-        runner.submit(
-            prompt,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-            stop=stop,
-        )
-        for prompt in prompts
-    ]
+    requests: list[Request] = []
+    failed = 0
+
+    def fail(error: SglcacheError, length: int) -> None:
+        nonlocal failed
+        failed = 1
+        click.echo(f"error[{error.code}]: a prompt of {length} tokens: {error.message}", err=True)
+
+    for prompt in prompts:
+        try:
+            requests.append(
+                runner.submit(
+                    prompt,
+                    max_new_tokens=options.max_new_tokens,
+                    temperature=options.temperature,
+                    seed=options.seed,
+                    stop=stop,
+                )
+            )
+        except BadRequest as error:
+            fail(error, len(prompt))
     first_token_s: dict[Request, float] = {}
     while not runner.idle:
-        runner.step()
+        try:
+            runner.step()
+        except NoSpace as error:
+            request = runner.give_up()
+            requests.remove(request)
+            fail(error, len(request.prompt))
         for request in requests:
             if request.output and request not in first_token_s:
                 first_token_s[request] = time.perf_counter() - started
@@ -174,6 +191,7 @@ def _answer(runner: Runner, prompts: list[list[int]], stop: list[int], tokenizer
             dim=True,
             err=True,
         )
+    return failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

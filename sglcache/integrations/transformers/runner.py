@@ -133,7 +133,7 @@ class Runner:
     def step(self) -> list[Request]:
         """One forward pass; the requests that it finished.
 
-        NoSpace: nothing runs and others hold the pages that the next request needs; it stays queued.
+        NoSpace: nothing runs and others hold the pages that the next request needs; it stays queued (`give_up`).
         """
         self.settle()
         self._admit()
@@ -159,6 +159,10 @@ class Runner:
         finished = [request for request in self._running if request.done]
         self._running = [request for request in self._running if not request.done]
         return finished
+
+    def give_up(self) -> Request:
+        """Drop the request that is next to be admitted, such as one that will never find room; it has no output."""
+        return self._waiting.popleft()
 
     def settle(self) -> None:
         """Hear what became of the commits: page tables name the canonical pages from then on."""
