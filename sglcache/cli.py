@@ -186,6 +186,10 @@ def serve(file: Path | None, overrides: tuple[str, ...], check: bool, verbose: i
         from sglcache.server.plan import plan
 
         plan(settings)
+        if (key := settings.events.curve_key_file) is not None:
+            from sglcache.net.curve import Curve
+
+            Curve.load(key, settings.events.curve_allow_dir)
         click.echo(settings.model_dump_json(indent=2))
         return 0
     import logging

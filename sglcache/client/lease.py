@@ -134,7 +134,7 @@ class Lease:
     def cancel(self) -> None:
         """As `release`, at once and without event or ticket: for a lease whose pages nobody wrote, and no worker knows.
 
-        BadRequest if a commit of it was begun.
+        BadRequest while a commit of it waits to take effect.
         """
         if not self.ended:
             self.cancel_begin().wait()

@@ -33,6 +33,10 @@ END_SEQ = b"\xff" * 8
 MAX_INBOUND = 4096  # bytes of a frame that a peer may send; requests and topics are far smaller
 MAX_ANSWERS = 64  # that one reader may have waiting; what it asks beyond that the last one answers, too
 
+REPLAY_SNDBUF = (
+    1 << 18
+)  # bytes that the kernel keeps for a reader who does not read; libzmq keeps `replay_hwm` messages
+
 # What one turn of `service` does at most: under a millisecond.
 TURN_MESSAGES = 64
 TURN_BYTES = 1 << 20
@@ -126,6 +130,7 @@ class Publisher:
             self._replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = self._socket(zmq.ROUTER, replay_hwm)
+                self._router.setsockopt(zmq.SNDBUF, REPLAY_SNDBUF)
                 self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished reader is an error, not silence
                 self._replay_endpoint = str(bind(self._router, replay_endpoint, keys[1]))
         except ConfigError:
@@ -371,7 +376,7 @@ class Publisher:
             batches_sent=self._sent,
             batches_skipped=self._skipped,
             bytes_sent=self._bytes,
-            subscriptions=self._subscriptions,
+            subscriptions=max(0, self._subscriptions),
             replay_requests=self._requests,
             malformed_requests=self._malformed,
             merged_requests=self._merged,
