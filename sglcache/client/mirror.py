@@ -342,7 +342,7 @@ class _Stream:
         """Have the poller look at our sockets; the seconds for which it may."""
         if self._held is None:
             poller.register(self._sub, zmq.POLLIN)
-        elif self.until is None:
+        elif not self._stopped:
             return 0.0
         if self._dealer is None:
             return math.inf
@@ -350,7 +350,7 @@ class _Stream:
         return self._deadline - time.monotonic()
 
     def step(self, ready: Mapping[object, int], facts: list[Fact]) -> None:
-        if self._sub in ready or (self._held is not None and self.until is None):
+        if self._sub in ready or (self._held is not None and not self._stopped):
             self._take_live(facts)
         if self._dealer is not None and self._dealer in ready:
             self._take_replay(self._dealer, facts)
@@ -358,6 +358,12 @@ class _Stream:
             self._patience = min(2 * self._patience, MAX_PATIENCE)
             self.follower.lost_replay()
             self._serve_requests()
+
+    @property
+    def _stopped(self) -> bool:
+        """The message that is held is beyond where we are to stop, and we are there."""
+        held, until = self._held, self.until
+        return held is not None and until is not None and held[0] > until and self.reached(until)
 
     def _take_live(self, facts: list[Fact]) -> None:
         for _ in range(TURN):

@@ -453,6 +453,8 @@ def test_a_mirror_can_stop_at_a_number(daemon: Daemon, join: Callable[..., Mirro
         daemon.say(stored(h))
     serve(daemon, lambda: mirror.catch_up(1_000_012, 0.01, stop=True))
     assert (mirror.state.next_seq, mirror.hashes("GPU")) == (1_000_013, set(range(1, 13)))
+    serve(daemon, lambda: mirror.catch_up(1_000_015, 0.01, stop=True))
+    assert (mirror.state.next_seq, mirror.hashes("GPU")) == (1_000_016, set(range(1, 16)))
     assert_exact(daemon, mirror)
 
 
