@@ -166,12 +166,14 @@ def stream(scene: Scene) -> dict[str, Any]:
 
 
 def announce(scene: Scene, at_work: bool) -> None:
-    """Have all told anew; `at_work`: while a runner commits and evicts on."""
+    """Have all told anew; `at_work`: while a runner commits and evicts on. Then one prompt more, which follows it."""
     assert scene.daemon is not None
     with scene.daemon.observer() as observer, scene.at_work() if at_work else nullcontext() as wait:
         observer.announce()
         if wait is not None:
             wait(50)
+        assert eventually(lambda: not observer.digest()["announcing"], HEARD_S)
+    scene.drive(1)
 
 
 def clear(scene: Scene, tier: Tier | None) -> None:
@@ -230,8 +232,8 @@ def join(scene: Scene, watchers: dict[str, Watcher], already: int = 0) -> None:
 
 def expect_exact(scene: Scene, watchers: dict[str, Watcher]) -> None:
     for name, watcher in watchers.items():
-        eventually(lambda watcher=watcher: not watcher.wrong(scene), HEARD_S)
-        assert not (wrong := watcher.wrong(scene)), f"{name} is not exact: {wrong}"
+        if not eventually(lambda watcher=watcher: not watcher.wrong(scene), HEARD_S):
+            raise AssertionError(f"{name} is not exact: {watcher.wrong(scene)}")
 
 
 def expect_wrong(scene: Scene, watchers: dict[str, Watcher], when: str) -> None:
