@@ -1,7 +1,7 @@
 # Everything starts here: each target sets up what it needs. `make help` lists them.
 #   TORCH=cpu|cuda   which build of torch (default: CUDA where an NVIDIA driver is present)
 #   PYTHON=python3   the Python, 3.11 or later, that .venv is made from
-#   ARGS="..."       passed on to serve, test, smoke, interop and bench
+#   ARGS="..."       passed on to serve, test, smoke, package, interop and bench
 #   TRACE=FILE       a trace in Mooncake's format, for bench
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,7 +12,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test check format bench smoke interop clean
+.PHONY: help install serve demo test check format bench smoke package interop clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +22,7 @@ install: ## make .venv, or mend it
 	@rm -f .venv/.installed-*
 	@touch $(STAMP)
 
-$(STAMP): pyproject.toml scripts/install.sh
+$(STAMP): pyproject.toml deploy/constraints.txt scripts/install.sh
 	@$(MAKE) --no-print-directory install
 
 serve: $(STAMP) ## run the daemon: make serve ARGS="--set pool.page_size=64"
@@ -58,9 +58,12 @@ endif
 smoke: $(STAMP) ## a daemon, a replay and a subscriber, once through
 	@scripts/smoke.sh $(ARGS)
 
+package: $(STAMP) ## the wheel, built and tried where it is all that there is; the Dockerfile, linted
+	@PYTHON='$(PYTHON)' scripts/package.sh $(ARGS)
+
 interop: $(STAMP) ## the event stream against other people's consumers, which it installs apart
 	@PYTHON='$(PYTHON)' scripts/interop.sh $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf .venv .venv-interop build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-interop .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find sglcache tests scripts -name __pycache__ -prune -exec rm -rf {} +

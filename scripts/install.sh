@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-torch_version=2.13.0
+torch_version=$(sed -n "s/^torch==//p" deploy/constraints.txt)
 venv=.venv
 python=${PYTHON:-python3}
 
@@ -30,7 +30,7 @@ if [ -z "$want" ]; then
     if has_driver; then want=cuda; else want=cpu; fi
 fi
 
-# What is there already: "2.13.0+cpu" is the CPU build; a plain "2.13.0" is a CUDA build if it names a CUDA version.
+# What is there already: "X.Y.Z+cpu" is the CPU build; a plain "X.Y.Z" is a CUDA build if it names a CUDA version.
 have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
 case "$want" in
 cpu)
