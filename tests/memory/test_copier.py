@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_facts import mapped
 
@@ -76,6 +76,7 @@ def test_a_copy_is_done_when_every_shard_has_the_bytes(
     host.close()
 
 
+@settings(deadline=None)  # a loaded machine may take its time
 @given(data=st.data(), page_bytes=st.sampled_from([1, 4, 24, 64]), staging=st.sampled_from([1, 64, 100, 4096]))
 def test_copies_move_what_they_name_and_nothing_else(data: st.DataObject, page_bytes: int, staging: int) -> None:
     num_pages = 10
