@@ -96,30 +96,27 @@ def test_the_configurations_are_beside_it(name: str, tmp_path: Path, env: dict[s
     assert done.returncode == 0, done.stderr
 
 
-def test_every_module_can_be_imported_but_for_what_extras_bring(tmp_path: Path, env: dict[str, str]) -> None:
-    """Each in a process of its own would take a minute; one that fails is named."""
+def test_every_module_can_be_imported_or_says_which_extra_it_needs(tmp_path: Path, env: dict[str, str]) -> None:
+    """What only the command line and tests import may leave the saying to them."""
     program = """
 import importlib, pkgutil, sys
 import sglcache
 from sglcache.errors import NotInstalled
-missing = set()
 for found in pkgutil.walk_packages(sglcache.__path__, "sglcache.", onerror=lambda name: None):
     if found.name.endswith("__main__"):
         continue
     try:
         importlib.import_module(found.name)
-    except (NotInstalled, ModuleNotFoundError) as exc:
-        missing.add((found.name, getattr(exc, "module", None) or getattr(exc, "name", None)))
-for each in sorted(missing):
-    print(*each)
+    except NotInstalled:
+        pass
+    except ModuleNotFoundError as exc:
+        print(found.name, exc.name)
 """
     done = run([PYTHON, "-W", "error", "-c", program], env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    missing = dict(line.split() for line in done.stdout.splitlines())
-    assert set(missing.values()) == {"torch", "hypothesis"}, missing
-    for name, module in missing.items():
-        home = {"torch": ("integrations", "demo", "bench"), "hypothesis": ("testing",)}[module]
-        assert name.split(".")[1] in home, f"{name} needs {module}"
+    for name, module in (line.split() for line in done.stdout.splitlines()):
+        home = {"torch": ("bench", "demo", "testing"), "hypothesis": ("testing",)}.get(module, ())
+        assert name.split(".")[1] in home, f"{name} needs {module}, and raises no NotInstalled"
 
 
 def test_it_serves_a_whole_journey_without_torch(tmp_path: Path, env: dict[str, str]) -> None:
