@@ -134,6 +134,43 @@ class HostConfig(Section):
     )
 
 
+PolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru"]
+
+
+class EvictionConfig(Section):
+    """`[eviction]`: which cached pages of a tier go first when there is no room. What is in use never goes."""
+
+    device: PolicyName = Field(
+        default="lru",
+        description="Of the device pool: the least recently used first (lru), the least often used (lfu), the oldest "
+        "(fifo), the newest (filo), the most recently used (mru), those of the lowest request priority (priority), "
+        "those used once before those used again (slru), or what lies beyond the next prompt (tlru).",
+    )
+    host: PolicyName = Field(default="lru", description="Of the host pool: one of the same.")
+    protected_threshold: int = Field(
+        default=2, ge=1, le=1 << 31, description="slru: from so many uses on a page is protected."
+    )
+    next_prompt_estimate: int = Field(
+        default=0, ge=0, le=1 << 31, description="tlru: tokens that the next prompt of a conversation adds."
+    )
+    threshold: int = Field(
+        default=0, ge=0, le=1 << 31, description="tlru: tokens that may be computed anew without harm."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EvictionConfig:
+        for key, policy in (("protected_threshold", "slru"), ("next_prompt_estimate", "tlru"), ("threshold", "tlru")):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and policy not in (self.device, self.host):
+                raise ConfigError(
+                    f"eviction.{key} = {value} is {policy}'s, and neither tier has that policy; write "
+                    f'eviction.device = "{policy}" or eviction.host = "{policy}", or leave it out',
+                    path=f"eviction.{key}",
+                    value=value,
+                )
+        return self
+
+
 class StageConfig(Section):
     """`[[parallel.stages]]`: what one pipeline rank has otherwise than `[pool]` and `[host]` say."""
 
@@ -346,6 +383,7 @@ class Config(Section):
     )
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The device pool.")
     host: HostConfig = Field(default_factory=HostConfig, description="The host tier.")
+    eviction: EvictionConfig = Field(default_factory=EvictionConfig, description="Which cached pages go first.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Replicas and stages.")
     events: EventsConfig = Field(default_factory=EventsConfig, description="The event stream.")
     http: HttpConfig = Field(default_factory=HttpConfig, description="HTTP.")
@@ -384,8 +422,14 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         self._check_host()
-        for pp_rank in range(len(self.parallel.stages)):
-            self.for_stage(pp_rank)
+        stages = [self.for_stage(pp_rank) for pp_rank in range(len(self.parallel.stages))] or [self]
+        if self.eviction.host != "lru" and not any(stage.host_pages for stage in stages):
+            raise ConfigError(
+                f'eviction.host = "{self.eviction.host}", and there is no host tier; set host.num_tokens or '
+                "host.pool_ratio, or leave eviction.host out",
+                path="eviction.host",
+                value=self.eviction.host,
+            )
         return self
 
     def _check_host(self) -> None:

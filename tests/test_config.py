@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
-from sglcache.config import Config, Section, StageConfig, keys, load, parse, parse_override
+from sglcache.config import Config, PolicyName, Section, StageConfig, keys, load, parse, parse_override
+from sglcache.core.eviction import POLICIES, Policy
 from sglcache.errors import ConfigError
+from sglcache.server.rank import policy_of
 
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.toml"))
 
@@ -110,6 +113,12 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         ("host.pool_ratio=-1", "host.pool_ratio", "greater than or equal to 0"),
         ("host.pool_ratio=nan", "host.pool_ratio", "finite"),
         ("host.num_tokens=99999999999999", "host.num_tokens", "lower host.num_tokens"),
+        ("eviction.device=arc", "eviction.device", "'lru', 'lfu', 'fifo', 'mru', 'filo', 'priority', 'slru' or 'tlru'"),
+        ("eviction.policy=lfu", "eviction.policy", "[eviction] has device, host, protected_threshold"),
+        ("eviction.protected_threshold=3", "eviction.protected_threshold", 'write eviction.device = "slru"'),
+        ("eviction.protected_threshold=0", "eviction.protected_threshold", "greater than or equal to 1"),
+        ("eviction.next_prompt_estimate=3", "eviction.next_prompt_estimate", 'or eviction.host = "tlru"'),
+        ("eviction.threshold=3", "eviction.threshold", "leave it out"),
         ("events.hash=md5", "events.hash", "'xxh3_128' or 'sha256'"),
         ("events.endpoint=127.0.0.1:5557", "events.endpoint", "write tcp://HOST:PORT"),
         ("events.endpoint=tcp://::1:5557", "events.endpoint", "an IPv6 host in brackets"),
@@ -224,3 +233,13 @@ def test_a_value_in_a_table_of_a_file_is_told_with_the_file(tmp_path: Path) -> N
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValidationError):
         setattr(parse({}).pool, "page_size", 4)  # noqa: B010
+
+
+def test_each_tier_has_a_policy_of_its_own_and_parameters_are_for_whom_reads_them() -> None:
+    config = load(None, ["eviction.device=slru", "eviction.protected_threshold=3", "eviction.host=tlru"])
+    policies = [policy_of(config.eviction, name) for name in (config.eviction.device, config.eviction.host)]
+    assert policies == [Policy("slru", protected_threshold=3), Policy("tlru", protected_threshold=3)]
+    assert get_args(PolicyName) == POLICIES
+    with pytest.raises(ConfigError, match=r"there is no host tier; set host\.num_tokens"):
+        load(None, ["eviction.host=lfu", "host.pool_ratio=0"])
+    load(None, ["eviction.host=lru", "host.pool_ratio=0"])

@@ -16,11 +16,15 @@ import click
 
 from sglcache.bench import harness
 from sglcache.bench.harness import Comparison, Row
+from sglcache.core.eviction import POLICIES
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON, for programs.")
 events_option = click.option("--events/--no-events", default=True, show_default=True, help="Publish events.")
 page_size_option = click.option("--page-size", type=click.IntRange(1, 4096), default=16, show_default=True)
 tiers_option = click.option("--tiers", type=click.IntRange(1, 2), default=1, show_default=True)
+policy_option = click.option(
+    "--policy", type=click.Choice(POLICIES), default="lru", show_default=True, help="Which pages are evicted first."
+)
 positive = click.IntRange(min=1)
 
 
@@ -37,6 +41,8 @@ def bench() -> None:
 @click.option("--host-tokens", type=click.IntRange(min=0), default=0, help="A second tier; by default there is none.")
 @click.option("--events", is_flag=True, help="Hash and encode events.")
 @click.option("--hash", "hash_name", type=click.Choice(["xxh3_128", "sha256"]), default="xxh3_128", show_default=True)
+@policy_option
+@click.option("--host-policy", type=click.Choice(POLICIES), default="lru", show_default=True, help="Of --host-tokens.")
 @click.option("--peer", metavar="CMD", help="A command that measures something else; it prints a row as --json does.")
 @click.option("--pairs", type=positive, default=harness.MIN_PAIRS, show_default=True, help="Runs of each, with --peer.")
 @json_option
@@ -48,6 +54,8 @@ def index(
     host_tokens: int,
     events: bool,
     hash_name: str,
+    policy: str,
+    host_policy: str,
     peer: str | None,
     pairs: int,
     as_json: bool,
@@ -58,7 +66,9 @@ def index(
     """
     from sglcache.bench import index as benchmark
 
-    options = benchmark.Options(trace, page_size, limit, capacity_tokens, host_tokens, events, hash_name)
+    options = benchmark.Options(
+        trace, page_size, limit, capacity_tokens, host_tokens, events, hash_name, policy, host_policy
+    )
     if peer is None:
         return _show("index", benchmark.run(options), as_json)
     ours = [sys.executable, "-m", "sglcache", "bench", "index", "--trace", str(trace), "--page-size", str(page_size)]
@@ -69,6 +79,10 @@ def index(
         str(host_tokens),
         "--hash",
         hash_name,
+        "--policy",
+        policy,
+        "--host-policy",
+        host_policy,
         "--json",
     ]
     if limit is not None:
@@ -98,16 +112,36 @@ def rpc(tokens: int, page_size: int, pairs: int, operations: int, events: bool, 
 
 
 @bench.command()
+@click.option(
+    "--pages",
+    type=click.IntRange(min=1000),
+    multiple=True,
+    default=(100_000, 1_000_000),
+    show_default=True,
+    help="That are cached; once for each index.",
+)
+@page_size_option
+@click.option("--blocks", type=positive, default=9, show_default=True, help="Blocks of requests to each, in turn.")
+@json_option
+def match(pages: tuple[int, ...], page_size: int, blocks: int, as_json: bool) -> int:
+    """A full hit's cost for each page that it finds, in a small index and in a large one."""
+    from sglcache.bench import match as benchmark
+
+    return _show("match", benchmark.run(benchmark.Options(pages, page_size, blocks)), as_json)
+
+
+@bench.command()
 @click.option("--pages", type=click.IntRange(min=2048), default=1 << 16, show_default=True)
 @page_size_option
 @tiers_option
 @events_option
+@policy_option
 @json_option
-def memory(pages: int, page_size: int, tiers: int, events: bool, as_json: bool) -> int:
+def memory(pages: int, page_size: int, tiers: int, events: bool, policy: str, as_json: bool) -> int:
     """What the index weighs beyond tokens, slots and digests: bytes per page and per node."""
     from sglcache.bench import memory as benchmark
 
-    return _show("memory", benchmark.run(benchmark.Options(pages, page_size, tiers == 2, events)), as_json)
+    return _show("memory", benchmark.run(benchmark.Options(pages, page_size, tiers == 2, events, policy)), as_json)
 
 
 @bench.command()
@@ -115,15 +149,16 @@ def memory(pages: int, page_size: int, tiers: int, events: bool, as_json: bool) 
 @page_size_option
 @tiers_option
 @events_option
+@policy_option
 @click.option(
     "--repeats", type=positive, default=3, show_default=True, help="Runs; each call counts with its quickest."
 )
 @json_option
-def stall(nodes: int, page_size: int, tiers: int, events: bool, repeats: int, as_json: bool) -> int:
+def stall(nodes: int, page_size: int, tiers: int, events: bool, policy: str, repeats: int, as_json: bool) -> int:
     """The longest single call to an index with many nodes, the cycle collector included."""
     from sglcache.bench import stall as benchmark
 
-    options = benchmark.Options(nodes, page_size, tiers == 2, events, repeats=repeats)
+    options = benchmark.Options(nodes, page_size, tiers == 2, events, policy=policy, repeats=repeats)
     return _show("stall", benchmark.run(options), as_json)
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from sglcache.bench import trace as traces
 from sglcache.bench.harness import Row, Summary, compare, in_turn, run_json
 from sglcache.core.effects import Copy, Effect, Grant, Publish, Wake
+from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.errors import ConfigError, SglcacheError
 from sglcache.server.allocator import keep_large_buffers
@@ -45,6 +46,8 @@ class Options(NamedTuple):
     host_tokens: int = 0  # 0: one tier
     events: bool = False
     hash_name: str = "xxh3_128"
+    policy: str = "lru"
+    host_policy: str = "lru"
 
 
 class Timed(NamedTuple):
@@ -187,6 +190,8 @@ def run(options: Options) -> Row:
             host_pages=options.host_tokens // options.page_size,
             events=options.events,
             hash_name=options.hash_name,
+            eviction=Policy(options.policy),
+            host_eviction=Policy(options.host_policy),
         )
     )
     driver = Driver(index)
@@ -228,6 +233,8 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
         "page_size": page_size,
         "events": options.events,
         "hash": options.hash_name if options.events else None,
+        "policy": options.policy,
+        "host_policy": options.host_policy if options.host_tokens else None,
         "capacity_tokens": options.capacity_tokens,
         "host_tokens": options.host_tokens,
         "requests": count,

@@ -19,6 +19,7 @@ import numpy as np
 
 from sglcache.bench.harness import Row
 from sglcache.bench.index import Driver
+from sglcache.core.eviction import Policy
 from sglcache.core.hashing import hasher
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.slots import SLOT_BYTES
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     page_size: int = 16
     two_tiers: bool = False
     events: bool = True
+    policy: str = "lru"
 
 
 def run(options: Options) -> Row:
@@ -54,6 +56,7 @@ def run(options: Options) -> Row:
         "page_size": options.page_size,
         "tiers": 1 + options.two_tiers,
         "events": options.events,
+        "policy": options.policy,
         "node_bytes": round(node_bytes, 1),
         "page_bytes": round((long["beyond_bytes"] - node_bytes * long["nodes"]) / pages, 2),
         "shapes": shapes,
@@ -72,6 +75,8 @@ def measure(options: Options, run: int) -> Row:
             num_pages=options.num_pages,
             host_pages=options.num_pages if options.two_tiers else 0,
             events=options.events,
+            eviction=Policy(options.policy),
+            host_eviction=Policy(options.policy),
         )
     )
     gc.collect()

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from sglcache.bench.harness import Row, quantile
 from sglcache.bench.index import touch_heap
 from sglcache.core.effects import Copy, Effect, Grant, Wake
+from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.errors import SglcacheError
 from sglcache.server.allocator import keep_large_buffers
@@ -45,6 +46,7 @@ class Options(NamedTuple):
     events: bool = True
     requests: int = 10_000  # of the steady part
     repeats: int = 3
+    policy: str = "lru"
 
 
 class Clock:
@@ -168,6 +170,7 @@ def run(options: Options) -> Row:
         "page_size": options.page_size,
         "tiers": 1 + options.two_tiers,
         "events": options.events,
+        "policy": options.policy,
         "repeats": options.repeats,
         "max_us": worst["max_us"][0],
         "max_in": list(worst["max_us"][1:]),
@@ -188,6 +191,8 @@ def _program(options: Options) -> tuple[int, dict[str, Clock]]:
             num_pages=num_pages,
             host_pages=num_pages if options.two_tiers else 0,
             events=options.events,
+            eviction=Policy(options.policy),
+            host_eviction=Policy(options.policy),
         )
     )
     rng = np.random.default_rng(0)

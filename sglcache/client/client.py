@@ -102,6 +102,7 @@ class AcquireOptions(NamespaceOptions, total=False):
     """Whose request this is, for the event stream."""
     tenant: str | None
     priority: int
+    """Where the daemon evicts by priority: what a request of a higher one has used is kept longer. Else nothing."""
 
 
 class Dump(NamedTuple):

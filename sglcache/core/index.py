@@ -1,7 +1,7 @@
 """The index: every command of the daemon, and what follows from it. Start here.
 
 Sans-IO and single-threaded (laws 1 to 3): commands are method calls, results are returned or leave as `Wake`, and
-what is to be done in the world leaves through `drain`. Around it: `tree` (nodes, locks, order of eviction),
+what is to be done in the world leaves through `drain`. Around it: `tree` (nodes), `eviction` (locks, who goes first),
 `slots` (free lists and counts), `leases` (who holds what), `eventlog` (what routers are told), `invariants`
 (the proof).
 
@@ -19,6 +19,7 @@ from sglcache.core import hashing
 from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
 from sglcache.core.encoding import PLAIN, Extras, Format
 from sglcache.core.eventlog import EventLog
+from sglcache.core.eviction import LRU, Policy
 from sglcache.core.key import ROOT, TOKEN_BYTES, Namespace
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
 from sglcache.core.resources import Full
@@ -58,6 +59,8 @@ class IndexConfig:
     rank: int = 0
     max_batch_blocks: int = 4096
     format: Format = PLAIN  # of the events
+    eviction: Policy = LRU  # which pages of the device go first
+    host_eviction: Policy = LRU
     evict_slice: int = 500  # victims a call may take: about 1 ms, 2 where the caches are cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -167,7 +170,10 @@ class Index:
             self.pools.append(SlotPool(config.host_pages))
         full = Full()
         self.resources = [full] * len(self.pools)
-        self.tree = Tree(self.page_bytes, list(self.resources), self.pools)
+        policies = [config.eviction, config.host_eviction][: len(self.pools)]
+        self.tree = Tree(self.page_bytes, list(self.resources), self.pools, policies)
+        self.orders = self.tree.orders
+        self._by_use = self.tree.facts.by_use
         self.log: EventLog | None = None
         if config.events:
             self.log = EventLog(
@@ -223,7 +229,7 @@ class Index:
             self._leave_queue(waiting)
             self._wake(s, waiting.request, error)
             if waiting.lease is not None:
-                self._give_back(waiting.lease)
+                self._give_back(waiting.lease, used=False)
         for lease in s.leases.values():
             if lease.cancelling is not None:
                 self._wake(s, lease.cancelling, error)
@@ -279,6 +285,7 @@ class Index:
         exact: int | None = None,
         room: int | None = None,
         session_id: str | None = None,
+        priority: int = 0,
     ) -> Grant | None:
         """Match, pin, evict, allocate: one command (law 7).
 
@@ -286,7 +293,8 @@ class Index:
         `Changed` if it is fewer, with the number. There are pages for all of them and `reserve` more, or, with `room`,
         for the match and so many beyond it at most. None: it takes more than one slice of eviction, or the end of
         write-throughs that alone lock what is needed; `step` goes on with it and `Wake` brings the answer. `NoSpace` if
-        locks leave too little. Of an error, nothing is changed.
+        locks leave too little. Of an error, nothing is changed. `priority` is for the policy of that name: what a
+        request of a higher one has used is kept longer.
         """
         s = self._session(session)
         length = len(tokens)
@@ -356,14 +364,16 @@ class Index:
         lease = Lease(LeaseId(self._id()), s, namespace, tokens)
         if session_id is not None:
             lease.session_id = session_id
+        if priority:
+            lease.priority = priority
         s.leases[lease.id] = self.leases[lease.id] = lease
         if path:
             if on_device:
                 lease.node = path[on_device - 1]
-                self.tree.pin(DEVICE, lease.node)
+                self.orders[DEVICE].pin(lease.node)
             if len(self.pools) > HOST:
                 lease.host_node = self._host_end(path)
-                self.tree.pin(HOST, lease.host_node)
+                self.orders[HOST].pin(lease.host_node)
         lease.committed = lease.reported = device_bytes // page_bytes
         if crowded and (self._waiting or not self._make_room(num_fresh)):
             lease.waiting = True
@@ -463,7 +473,7 @@ class Index:
         if held.load is not None:
             held.cancelling = request
             return False
-        self._give_back(held)
+        self._give_back(held, used=False)
         return True
 
     # -- looking, pinning, clearing -------------------------------------------------------------------------
@@ -504,7 +514,7 @@ class Index:
         nodes = (device,) if len(self.pools) == 1 else (device, self._host_end(path))
         self._moves += 1
         for c, node in enumerate(nodes):
-            self.tree.pin(c, node)
+            self.orders[c].pin(node)
         num_bytes = sum(node.num_bytes for node in path)
         s.pins.setdefault(owner, []).append(Pin(nodes, expires_at, num_bytes // self.page_bytes))
         return num_bytes // TOKEN_BYTES
@@ -560,11 +570,9 @@ class Index:
                 self._clear_slice()
             return {tier: pages}
         cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools)}
-        tree = self.tree
-        self._graves.append(tree.drop_all())
+        self.pools[:] = [SlotPool(pool.total) for pool in self.pools]
+        self._graves += self.tree.drop_all()
         self._clearing.clear()
-        for c, pool in enumerate(self.pools):
-            self.pools[c] = tree.pools[c] = SlotPool(pool.total)
         self.version += 1
         if self.log is not None:
             self.log.cleared()
@@ -972,7 +980,7 @@ class Index:
                 return True
             self._leave_queue(waiting)
             self._wake(waiting.session, waiting.request, self._no_space(waiting.num_fresh, locked, remedy))
-            self._give_back(lease)
+            self._give_back(lease, used=False)
             return False
         for growth in waiting.growths:
             if isinstance(growth, _Growth):
@@ -1061,6 +1069,8 @@ class Index:
         s = lease.session
         self.counters["commits"] += 1
         duplicates = self._adopt(lease, num_pages)
+        if self._by_use:
+            self._use(lease)
         if len(self.pools) > HOST and lease.node is not None:
             self._back_up(lease.node)
         s.num_replies += 1
@@ -1125,7 +1135,7 @@ class Index:
                 duplicates.append(mine)
                 better.append((at, run))
             node = child
-        tree.pin(DEVICE, node, before)
+        self.orders[DEVICE].pin(node, before)
         lease.node = node
         given = num_pages - lease.committed
         lost = 0
@@ -1163,8 +1173,11 @@ class Index:
 
     # -- inside: giving back ---------------------------------------------------------------------------------
 
-    def _give_back(self, lease: Lease) -> None:
-        """Exactly what it took: its own slots to the free list, its pins let go. The end of every lease."""
+    def _give_back(self, lease: Lease, used: bool = True) -> None:
+        """Exactly what it took: its own slots to the free list, its pins let go. The end of every lease.
+
+        `used`: for the policies that count hits it is one of what it matched, if it has not committed.
+        """
         s = lease.session
         pool = self.pools[DEVICE]
         self._moves += 1
@@ -1174,15 +1187,22 @@ class Index:
         else:
             pool.leased -= len(own) // SLOT_BYTES
         pool.give(own)
-        tree = self.tree
-        if len(self.pools) > HOST:
-            tree.unpin(HOST, lease.host_node)
+        if used and self._by_use:
+            self._use(lease)
+        orders = self.orders
+        if len(orders) > HOST:
+            orders[HOST].unpin(lease.host_node)
         if lease.node is not None:
-            tree.unpin(DEVICE, lease.node)
-            tree.merge(lease.node, MERGE_LIMIT)
+            orders[DEVICE].unpin(lease.node)
+            self.tree.merge(lease.node, MERGE_LIMIT)
         del self.leases[lease.id]
         del s.leases[lease.id]
         s.with_duplicates.pop(lease.id, None)
+
+    def _use(self, lease: Lease) -> None:
+        """A request counts once for each node that it has in the tree: with its commits, or when it is over."""
+        self.tree.used(lease.node, lease.counted, lease.priority)
+        lease.counted = lease.node
 
     def _settle(self, s: Session) -> None:
         """Give back what an ended session no longer uses."""
@@ -1211,7 +1231,7 @@ class Index:
         self._moves += 1
         for pin in pins:
             for c in reversed(range(len(pin.nodes))):
-                self.tree.unpin(c, pin.nodes[c])
+                self.orders[c].unpin(pin.nodes[c])
 
     def _pinned_pages(self) -> int:
         return sum(pin.num_pages for s in self.sessions.values() for pins in s.pins.values() for pin in pins)
@@ -1232,16 +1252,18 @@ class Index:
             log.removed(node, Tier(c))
 
     def _evict(self, c: int, num_pages: int) -> bool:
-        """Evict, least recently used first, until `num_pages` are free; False: a slice was used up before."""
-        pool = self.pools[c]
+        """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before."""
+        pool, order = self.pools[c], self.orders[c]
         left = self.config.evict_slice
         while pool.free < num_pages:
             if left == 0:
                 return False
             left -= 1
-            node = self.tree.oldest(c)
-            assert node is not None, f"nothing to evict: {pool}, {num_pages} wanted"
-            self._drop(c, node)
+            node = order.victim()
+            if node is not None:
+                self._drop(c, node)
+            else:
+                assert pool.evictable, f"nothing to evict: {pool}, {num_pages} wanted"
         return True
 
     def _drop(self, c: int, node: Node) -> None:
@@ -1249,7 +1271,7 @@ class Index:
         tree, pool = self.tree, self.pools[c]
         run = node.cells[c]
         self._change(c, node, False)
-        tree.unlink(c, node)
+        self.orders[c].unlink(node)
         node.cells[c] = None
         pages = len(run) // SLOT_BYTES
         pool.cached -= pages
@@ -1292,7 +1314,7 @@ class Index:
 
         What is skipped is counted, and tried again when a commit next passes over it.
         """
-        tree, pool = self.tree, self.pools[HOST]
+        orders, pool = self.orders, self.pools[HOST]
         chain: list[Node] = []
         node = end
         while node.parent is not None and node.cells[HOST] is None:
@@ -1302,7 +1324,7 @@ class Index:
             return
         chain.reverse()
         backed = node
-        tree.pin(HOST, backed)  # or room would be made by evicting what the copy hangs on
+        orders[HOST].pin(backed)  # or room would be made by evicting what the copy hangs on
         room = pool.free + pool.evictable
         need = count = 0
         for each in chain:
@@ -1323,7 +1345,7 @@ class Index:
         if skipped:
             self.counters["backup_pages_skipped"] += skipped
         if not count:
-            tree.unpin(HOST, backed)
+            orders[HOST].unpin(backed)
             return
         del chain[count:]
         slots = b"".join(pool.take(need))
@@ -1335,8 +1357,8 @@ class Index:
             each.writing |= 1 << HOST
             at += size
         last = chain[-1]
-        tree.pin(HOST, last, backed)
-        tree.pin(DEVICE, last)
+        orders[HOST].pin(last, backed)
+        orders[DEVICE].pin(last)
         ticket = Ticket(TicketId(self._id()), Tier.HOST, last, need, None)
         self.writes.append(ticket)
         self.counters["backup_pages"] += need
@@ -1358,7 +1380,7 @@ class Index:
 
     def _written(self, ticket: Ticket) -> None:
         """A write-through's ack, in the order of sending."""
-        tree, pool = self.tree, self.pools[HOST]
+        orders, pool = self.orders, self.pools[HOST]
         self._moves += 1
         assert ticket.end is not None
         if ticket.cancelled:
@@ -1368,7 +1390,7 @@ class Index:
             for node in self._sent(ticket):
                 node.writing &= ~(1 << HOST)
                 self._change(HOST, node, True)
-            tree.unpin(HOST, ticket.end)
+            orders[HOST].unpin(ticket.end)
         else:
             self.counters["backups_failed"] += 1
             nodes = self._sent(ticket)
@@ -1380,8 +1402,8 @@ class Index:
                     later.fenced = self._unwrite(later)
                     pool.fenced += len(later.fenced) // SLOT_BYTES
             pool.give(self._unwrite(ticket))
-        tree.unpin(DEVICE, ticket.end)
-        tree.merge(ticket.end, MERGE_LIMIT)
+        orders[DEVICE].unpin(ticket.end)
+        self.tree.merge(ticket.end, MERGE_LIMIT)
 
     def _hangs_on(self, ticket: Ticket, last: Node, nodes: list[Node]) -> bool:
         node = ticket.end
@@ -1393,12 +1415,12 @@ class Index:
 
     def _unwrite(self, ticket: Ticket) -> bytes:
         """Take the cells of a copy that came to nothing; nobody was told of them. Their slots, no longer counted."""
-        tree, pool = self.tree, self.pools[HOST]
-        tree.unpin(HOST, ticket.end)
+        order, pool = self.orders[HOST], self.pools[HOST]
+        order.unpin(ticket.end)
         runs = []
         for node in reversed(self._sent(ticket)):
             node.writing &= ~(1 << HOST)
-            tree.unlink(HOST, node)
+            order.unlink(node)
             runs.append(node.cells[HOST])
             node.cells[HOST] = None
         slots = b"".join(runs)
@@ -1420,7 +1442,7 @@ class Index:
             if duplicates:
                 lease.duplicates.append((0, duplicates))
         if lease.cancelling is not None:
-            self._give_back(lease)
+            self._give_back(lease, used=False)
             if not s.ended:
                 self._wake(s, lease.cancelling, Released(lease.id))
         if s.ended:
@@ -1436,11 +1458,12 @@ class Index:
         left = self.config.evict_slice
         pool = self.pools[c]
         while job[1] > 0 and left:
-            node = self.tree.oldest(c)
-            if node is None:
-                job[1] = 0
-                break
             left -= 1
+            node = self.orders[c].victim()
+            if node is None:
+                if not pool.evictable:
+                    job[1] = 0
+                continue
             before = pool.cached
             self._drop(c, node)
             job[1] -= before - pool.cached
@@ -1454,6 +1477,12 @@ class Index:
             if not graves:
                 return
             grave = graves[-1]
+            if type(grave) is list:  # of an order of eviction
+                if grave:
+                    grave.pop()
+                else:
+                    graves.pop()
+                continue
             if type(grave) is Node:
                 node = graves.pop()
             elif type(grave) is dict:

@@ -30,14 +30,9 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
     owned: list[list[bytes]] = [[] for _ in range(C)]  # slots by owner, per cell
     cached = [0] * C
     locked = [0] * C
-    unlocked = [0] * C
+    holders: list[list[Node]] = [[] for _ in range(C)]  # nodes that have the cell, parents first
     num_nodes = 0
     expected = _expected_locks(index, found)
-    order: list[dict[Node, int]] = [{} for _ in range(C)]
-    for c in range(C):
-        for _ in _order(index, c, found, order[c]):
-            if len(order[c]) % max_nodes == 0:
-                yield
     places: dict[Node, int] = {tree.start: 0}
     for _ in _ring(index, found, places):
         if len(places) % max_nodes == 0:
@@ -68,27 +63,29 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
             want = expected[c].pop(node, 0)
             if lock != want:
                 found.append(f"{node!r}: {Tier(c).name} lock_ref {lock}, {want} hold it")
-            if (node in order[c]) is not (run is not None and lock == 0):
-                found.append(f"{node!r}: {Tier(c).name} eviction list and lock_ref {lock} disagree")
             if run is None:
                 if lock:
                     found.append(f"{node!r}: absent from {Tier(c).name} and locked")
                 continue
             owned[c].append(run)
+            holders[c].append(node)
             if len(run) != 4 * pages:
                 found.append(f"{node!r}: {len(run) // 4} {Tier(c).name} slots for {pages} pages")
             cached[c] += pages
             locked[c] += pages if lock else 0
-            unlocked[c] += 0 if lock else pages
             if parent.parent is not None:
                 if parent.cells[c] is None:
                     found.append(f"{node!r}: in {Tier(c).name} without its parent")
-                elif not lock and not parent.cells[C + c] and order[c].get(parent, 0) < order[c].get(node, 0):
-                    found.append(f"{node!r}: evicted from {Tier(c).name} after its parent")
                 if parent.writing >> c & 1 and not node.writing >> c & 1:
                     found.append(f"{node!r}: ready in {Tier(c).name} before its parent")
         if num_nodes % max_nodes == 0:
             yield
+    for c, order in enumerate(tree.orders):
+        wrong: list[str] = []
+        for step, _ in enumerate(order.check(iter(holders[c]), wrong), 1):
+            if step % max_nodes == 0:
+                yield
+        found += [f"{Tier(c).name}: {words}" for words in wrong]
     if num_nodes != tree.num_nodes:
         found.append(f"{num_nodes} nodes, counted {tree.num_nodes}")
     if num_nodes != len(places) - 1:
@@ -196,22 +193,4 @@ def _ring(index: Index, found: list[str], places: dict[Node, int]) -> Iterator[N
         before, node = node, node.behind
         yield
         if not hasattr(node, "behind"):
-            return  # it changed under our hands, and what we find is void
-
-
-def _order(index: Index, c: int, found: list[str], order: dict[Node, int]) -> Iterator[None]:
-    """Fill in the eviction list of a cell, oldest first, and see that it is linked both ways."""
-    C = index.tree.C  # noqa: N806
-    end = index.tree.ends[c]
-    before, node = end, end.cells[3 * C + c]
-    while node is not end:
-        if node in order:
-            found.append(f"{Tier(c).name} eviction list runs in a circle at {node!r}")
-            return
-        if node.cells[2 * C + c] is not before:
-            found.append(f"{Tier(c).name} eviction list is broken before {node!r}")
-        order[node] = len(order)
-        before, node = node, node.cells[3 * C + c]
-        yield
-        if not node.cells:
             return  # it changed under our hands, and what we find is void

@@ -1,12 +1,13 @@
 """The prefix tree: nodes, their cells, splitting, merging, locks, and the order of eviction.
 
 A node is an edge-compressed run of pages of one namespace. It carries one cell per (resource, tier), kept in one
-flat list, `cells`, of four strides of C (the number of cells):
+flat list, `cells`, of four strides of C (the number of cells), and then what the policies of eviction ask for beside:
 
     cells[c]        the slots, packed int32; None: absent
     cells[C + c]    lock_ref
-    cells[2C + c]   the neighbour towards the older end of the eviction list; None: not in the list
-    cells[3C + c]   the neighbour towards the fresher end
+    cells[2C + c]   the cell's order of eviction keeps its place here,
+    cells[3C + c]   and here (see `eviction`)
+    cells[4C:]      see `eviction.Facts`; of lru nothing
 
 A list and no Cell objects: half the memory, and one attribute lookup for a node's whole state. `writing` is a bit
 mask of cells whose bytes a copy of ours is still bringing.
@@ -14,22 +15,21 @@ mask of cells whose bytes a copy of ours is still bringing.
 The laws of this file:
 
 * Presence is prefix-closed in each cell: a node with a cell has it on every ancestor. A pin locks a whole path.
-* The eviction list of a cell holds exactly its unlocked nodes that have it, least recently used first. A lock
-  0→1 unlinks, 1→0 appends, always from the leaf to the root: so a child stands before its parent, and the head
-  is a leaf. No heap, no clock, no set of leaves.
 * A split is silent. The tail keeps its identity, so whoever holds (end node, number of pages) need not be told;
-  the head is as old as the tail and stands right behind it.
+  the head is as old as the tail.
 * Every node stands in one more ring, behind its parent. A `Walk` is a bookmark in it, so it can stop for as long as it
   likes while the tree goes on changing: what was there when it began and still is there at its end, it has met.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglcache.core.key import Namespace, common_bytes
-from sglcache.core.slots import SLOT_BYTES, SlotPool
+from sglcache.core import eviction
+from sglcache.core.eviction import Facts, Policy, Ranked
+from sglcache.core.key import TOKEN_BYTES, Namespace, common_bytes
+from sglcache.core.slots import SlotPool
 
 if TYPE_CHECKING:
     from sglcache.core.encoding import Extras
@@ -108,7 +108,8 @@ class Node:
         return self._text[self._skip : self._skip + num_bytes]
 
     def __repr__(self) -> str:
-        return f"Node({len(self.key) // 4} tokens, cells={self.cells[: len(self.cells) // 4]})"
+        runs = [cell for cell in self.cells if isinstance(cell, bytes)]
+        return f"Node({len(self.key) // 4} tokens, cells={runs})"
 
 
 class Space:
@@ -167,37 +168,40 @@ FANOUT = 2048  # a table of children larger than this is a Fanout
 
 
 class Tree:
-    """The nodes of all namespaces, with one pool and one eviction list per cell.
+    """The nodes of all namespaces, with one pool and one order of eviction per cell.
 
-    `resources[c]` answers for cell c. Nothing here emits an event or frees a slot: the caller changes presence.
+    `resources[c]` answers for cell c, `orders[c]` has its locks. Nothing here emits an event or frees a slot: the
+    caller changes presence.
     """
 
-    def __init__(self, page_bytes: int, resources: list[Resource], pools: list[SlotPool]) -> None:
+    def __init__(
+        self, page_bytes: int, resources: list[Resource], pools: list[SlotPool], policies: Sequence[Policy]
+    ) -> None:
+        """`pools` stays the caller's: it may put others there before `drop_all`."""
         self.page_bytes = page_bytes
         self.resources = resources
         self.pools = pools
         self.C = len(pools)
+        self.facts = Facts(policies)
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0
         self.nowhere = nowhere = Space(Namespace(), b"", None)  # what dropped roots belong to
-        # A ring per cell through one sentinel: next of it is the oldest, prev of it the freshest.
-        self.ends = [Node(nowhere, None, b"", [None, 1, None, None] * self.C) for _ in pools]
+        self.orders = eviction.orders(
+            policies, pools, self.facts, lambda: Node(nowhere, None, b"", self.facts.blank.copy())
+        )
+        self._ranked = [order for order in self.orders if isinstance(order, Ranked)]
         self.start = self._ring()
-        self.reset_lists()
 
-    def reset_lists(self) -> None:
-        for c, end in enumerate(self.ends):
-            end.cells = [None] * (4 * self.C)
-            end.cells[2 * self.C + c] = end.cells[3 * self.C + c] = end
-
-    def drop_all(self) -> Fanout[Namespace, Space]:
+    def drop_all(self) -> list[Any]:
         """Forget every node, and have the caller take apart what is returned. Every walk is over."""
-        spaces, self.spaces = self.spaces, Fanout({})
+        garbage: list[Any] = [self.spaces]
+        self.spaces = Fanout({})
         self.num_nodes = 0
         self.start = self._ring()
-        self.reset_lists()
-        return spaces
+        for order, pool in zip(self.orders, self.pools, strict=True):
+            garbage += order.reset(pool)
+        return garbage
 
     def _ring(self) -> Node:
         start = Node(self.nowhere, None, b"", [])
@@ -230,8 +234,11 @@ class Tree:
 
     def add(self, parent: Node, text: bytes, start: int = 0, end: int | None = None) -> Node:
         """A new node of `text[start:end]`, without any cell, under `parent`, which has no child that starts alike."""
-        node = Node(parent.space, parent, b"", [None] * self.C + [0] * self.C + [None] * (2 * self.C))
+        facts = self.facts
+        node = Node(parent.space, parent, b"", facts.blank.copy())
         node.lie_in(text, start, len(text) if end is None else end)
+        if facts.depth:
+            self._deepened(node)
         children = parent.children
         if children is None:
             parent.children = node
@@ -278,14 +285,14 @@ class Tree:
     def split(self, node: Node, at: int) -> Node:
         """Cut `node` at byte `at` of its run, a page's end inside it; the new upper half. Emits nothing.
 
-        Pins, slot slices, hashes and what is being written go to both halves.
+        Pins, slot slices, hashes, what is being written and what policies ask for go to both halves.
         """
         parent = node.parent
         assert parent is not None
         assert 0 < at < len(node.key), f"split at {at} of {len(node.key)}"
-        C = self.C  # noqa: N806
         cells = node.cells
-        head = Node(node.space, parent, node.key[:at], [None] * C + cells[C : 2 * C] + [None] * (2 * C))
+        above = cells.copy()  # what is not said otherwise is alike
+        head = Node(node.space, parent, node.key[:at], above)
         node.key = node.key[at:]
         num_pages = at // self.page_bytes
         children = parent.children
@@ -299,17 +306,14 @@ class Tree:
         head.behind = node
         ahead.behind = node.ahead = head
         head.writing = node.writing
-        for c in range(C):
+        depth = self.facts.depth
+        if depth:
+            above[depth] -= node.num_bytes // TOKEN_BYTES
+        for c, order in enumerate(self.orders):
             run = cells[c]
-            if run is None:
-                continue
-            head.cells[c], cells[c] = self.resources[c].split(run, num_pages)
-            fresher = cells[3 * C + c]
-            if fresher is not None:
-                cells[3 * C + c] = head
-                head.cells[2 * C + c] = node
-                head.cells[3 * C + c] = fresher
-                fresher.cells[2 * C + c] = head
+            if run is not None:
+                above[c], cells[c] = self.resources[c].split(run, num_pages)
+                order.split(head, node)
         hashes = node.hashes
         if hashes is None:
             pass
@@ -328,8 +332,8 @@ class Tree:
     def merge(self, node: Node, limit: int = 16) -> int:
         """Join `node` with the ancestors that differ from it in nothing, at most `limit` of them; how many.
 
-        A parent is joined if `node` is its only child, their cells are alike, nothing locks or writes either, and
-        it stands right behind `node` in every eviction list: then nobody can tell the two from one. Silent.
+        A parent is joined if `node` is its only child, their cells are alike, nothing locks or writes either, and no
+        order of eviction can tell the two from one. Silent.
         """
         C = self.C  # noqa: N806
         cells = node.cells
@@ -342,13 +346,7 @@ class Tree:
             up = low.parent
             if up is None or up.parent is None or up.children is not low:
                 break
-            if up.writing or type(up.hashes) is not digests:
-                break
-            above, below = up.cells, low.cells
-            if any(above[C : 2 * C]) or any(
-                (above[c] is None) is not (below[c] is None) or (above[c] is not None and below[3 * C + c] is not up)
-                for c in range(C)
-            ):
+            if up.writing or type(up.hashes) is not digests or not self._alike(up, low):
                 break
             chain.append(up)
             low = up
@@ -359,13 +357,10 @@ class Tree:
         old_first = top.key[: self.page_bytes]
         parent = top.parent
         assert parent is not None
-        for c in range(C):
-            if cells[c] is None:
-                continue
-            cells[c] = self.resources[c].join([each.cells[c] for each in chain])
-            fresher = top.cells[3 * C + c]
-            cells[3 * C + c] = fresher
-            fresher.cells[2 * C + c] = node
+        for c, order in enumerate(self.orders):
+            if cells[c] is not None:
+                cells[c] = self.resources[c].join([each.cells[c] for each in chain])
+                order.join(top, node)
         node.key = b"".join([each.key for each in chain])
         if node.hashes is not None:
             node.hashes = b"".join([each.hashes for each in chain])  # type: ignore[misc]
@@ -383,61 +378,47 @@ class Tree:
         self.num_merges += len(chain) - 1
         return len(chain) - 1
 
-    # -- locks and the order of eviction -------------------------------------------------------------------
+    # -- what policies ask for ------------------------------------------------------------------------------
 
-    def pin(self, c: int, node: Node | None, stop: Node | None = None) -> None:
-        """lock_ref + 1 on cell c of every node from `node` up to the root (or up to and without `stop`)."""
-        C = self.C  # noqa: N806
-        lock, older, fresher = C + c, 2 * C + c, 3 * C + c
-        locked = 0
+    def used(self, node: Node | None, stop: Node | None, priority: int) -> None:
+        """A hit, by a request of this priority, for each node from `node` up to and without `stop`."""
+        hits, place = self.facts.hits, self.facts.priority
         while node is not stop and node is not None and node.parent is not None:
             cells = node.cells
-            count = cells[lock]
-            cells[lock] = count + 1
-            if count == 0:
-                left, right = cells[older], cells[fresher]
-                if left is not None:  # a cell that is being put has not been in the list yet
-                    left.cells[fresher] = right
-                    right.cells[older] = left
-                    cells[older] = cells[fresher] = None
-                locked += len(cells[c])
+            if hits:
+                cells[hits] += 1
+            if place and cells[place] < priority:
+                cells[place] = priority
+            self._changed(node)
             node = node.parent
-        self.pools[c].locked += locked // SLOT_BYTES
 
-    def unpin(self, c: int, node: Node | None) -> None:
-        """The mirror of `pin`, for a whole path; what becomes unlocked is fresh, the leaf first."""
-        C = self.C  # noqa: N806
-        lock, older, fresher = C + c, 2 * C + c, 3 * C + c
-        end = self.ends[c]
-        ends = end.cells
-        unlocked = 0
-        while node is not None and node.parent is not None:
-            cells = node.cells
-            count = cells[lock] - 1
-            cells[lock] = count
-            if count == 0:
-                last = ends[older]
-                cells[older] = last
-                cells[fresher] = end
-                last.cells[fresher] = node
-                ends[older] = node
-                unlocked += len(cells[c])
-            node = node.parent
-        self.pools[c].locked -= unlocked // SLOT_BYTES
+    def _deepened(self, node: Node) -> None:
+        """A new node hangs on its parent: how far from the root the branch goes now."""
+        depth, history = self.facts.depth, self.facts.history
+        parent = node.parent
+        assert parent is not None
+        end = node.num_bytes // TOKEN_BYTES
+        if parent.parent is not None:
+            end += parent.cells[depth]
+        node.cells[depth] = end
+        up: Node | None = node
+        while up is not None and up.parent is not None and up.cells[history] < end:
+            up.cells[history] = end
+            self._changed(up)
+            up = up.parent
 
-    def oldest(self, c: int) -> Node | None:
-        """The next victim: unlocked, and a leaf of its cell."""
-        node: Node = self.ends[c].cells[3 * self.C + c]
-        return None if node.parent is None else node
+    def _changed(self, node: Node) -> None:
+        for order in self._ranked:
+            order.changed(node)
 
-    def unlink(self, c: int, node: Node) -> None:
-        """Out of the eviction list; the cell is about to go."""
-        C = self.C  # noqa: N806
-        cells = node.cells
-        left, right = cells[2 * C + c], cells[3 * C + c]
-        left.cells[3 * C + c] = right
-        right.cells[2 * C + c] = left
-        cells[2 * C + c] = cells[3 * C + c] = None
+    def _alike(self, up: Node, low: Node) -> bool:
+        above, below, C = up.cells, low.cells, self.C  # noqa: N806
+        for c, order in enumerate(self.orders):
+            if above[C + c] or (above[c] is None) is not (below[c] is None):
+                return False
+            if above[c] is not None and not order.alike(up, low):
+                return False
+        return not self.facts.kinds or self.facts.alike(up, low)
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents first, without recursion."""

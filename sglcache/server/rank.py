@@ -33,9 +33,10 @@ import uvloop
 
 from sglcache import config as configs
 from sglcache import paths
-from sglcache.config import Config
+from sglcache.config import Config, EvictionConfig
 from sglcache.core import invariants
 from sglcache.core.effects import Copy
+from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.errors import ConfigError, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.copier import Copier
@@ -348,6 +349,10 @@ def geometry(config: Config) -> Geometry:
     )
 
 
+def policy_of(config: EvictionConfig, name: str) -> Policy:
+    return Policy(name, config.protected_threshold, config.next_prompt_estimate, config.threshold)
+
+
 def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
     """Construct a rank. ConfigError, with nothing left open, if it can't be had."""
     config, shape, seat = rank.config, rank.geometry, rank.seat
@@ -376,6 +381,8 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 rank=seat.offset,
                 max_batch_blocks=events.max_blocks,
                 format=format_of(events),
+                eviction=policy_of(config.eviction, config.eviction.device),
+                host_eviction=policy_of(config.eviction, config.eviction.host),
             )
         )
         if publisher is not None:

@@ -123,6 +123,7 @@ class Member(Connection):
             exact=c.exact,
             room=c.room,
             session_id=c.session_id,
+            priority=c.priority,
         )
         if grant is not None:
             self.granted(c.request, grant)

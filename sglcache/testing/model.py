@@ -1,8 +1,11 @@
 """The flat reference model: what must be true of an index, without a tree.
 
 Pages are looked up in plain dicts, holds are counted page by page, and a slot is a key into a dict of owners. Where
-the index has a choice (which unlocked pages to evict, when to start a write-through) the model does not choose: it is
-told what was seen and checks that the choice was allowed. Everything else it predicts exactly.
+the index has a choice (when to start a write-through, where one node ends and the next begins) the model does not
+choose: it is told what was seen and checks that the choice was allowed. Everything else it predicts exactly.
+
+Of all that could be evicted at a moment the one that went had the smallest key: `Model.key` is each policy's as it is
+written down, from facts of single pages, and all candidates are compared each time.
 
 All violations raise AssertionError; the model never repairs itself.
 """
@@ -12,7 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from sglcache.core.eviction import LRU, Policy
 from sglcache.testing.pages import Book, NamespaceTuple, Page, ancestry
 
 DEVICE, HOST = 0, 1
@@ -65,6 +70,7 @@ class LeaseModel:
     pinned: int  # pages of the path that it holds on the device
     host_pinned: int  # pages of the path that it holds on the host
     session_id: str | None  # of the request, for the events
+    priority: int  # of the request, for the policy of that name
     matched: int  # pages found at acquire, device and host; what lies between `pinned` and them is loaded
     known: int = 0  # pages whose canonical slots its runner was told
     num_fresh: int = 0  # while it waits for room: pages it still needs
@@ -75,6 +81,7 @@ class LeaseModel:
     release: Item | None = None
     cancelling: int | None = None  # the request of a cancel that waits for the load
     over: bool = False  # everything was given back
+    counted: int = 0  # pages of the path that were told that it used them
 
     def __repr__(self) -> str:
         return (
@@ -118,6 +125,15 @@ class CopyModel:
     cancelled: bool = False  # what it hangs on failed
 
 
+class Eviction(NamedTuple):
+    """A node left a tier."""
+
+    tier: int
+    node: tuple[Page, ...]
+    candidates: list[tuple[Page, ...]]  # all nodes that were unlocked leaves of the tier then, this one among them
+    wakes: int  # answers of the same turn that were given before
+
+
 @dataclass(eq=False)
 class PinModel:
     session: SessionModel
@@ -129,8 +145,9 @@ class PinModel:
 class Model:
     """State of a whole index as a flat table; methods are what happened, in order."""
 
-    def __init__(self, book: Book, *, num_pages: int, host_pages: int) -> None:
+    def __init__(self, book: Book, *, num_pages: int, host_pages: int, policies: Sequence[Policy] = (LRU, LRU)) -> None:
         self.book = book
+        self.policies = policies  # of a tier
         self.total = (num_pages, host_pages)
         self.slot: tuple[dict[Page, int], dict[Page, int]] = ({}, {})  # pages present in a tier -> where
         self.page: tuple[dict[int, Page], dict[int, Page]] = ({}, {})  # the same, turned round
@@ -138,6 +155,11 @@ class Model:
         self.owner: dict[int, LeaseModel] = {}  # device slot -> the lease it must come back from
         self.holds: tuple[Counter[Page], Counter[Page]] = (Counter(), Counter())
         self.stamp: tuple[dict[Page, int], dict[Page, int]] = ({}, {})  # when the last hold let go
+        self.created: tuple[dict[Page, int], dict[Page, int]] = ({}, {})  # when it came to the tier
+        # While it is in any tier: how often, for whom at most, and how deep in pages its branch ever was.
+        self.hits: Counter[Page] = Counter()
+        self.priority: dict[Page, int] = {}
+        self.history: dict[Page, int] = {}
         self.sessions: dict[int, SessionModel] = {}
         self.leases: dict[int, LeaseModel] = {}  # live ones of live sessions: those that take commands
         self.fenced: list[LeaseModel] = []  # of ended sessions, not given back yet
@@ -199,8 +221,8 @@ class Model:
 
     # -- presence -------------------------------------------------------------------------------------
 
-    def put(self, tier: int, page: Page, slot: int) -> None:
-        """none -> present."""
+    def put(self, tier: int, page: Page, slot: int, now: int) -> None:
+        """none -> present; `now` is the same for all pages of a path that come together."""
         assert page not in self.slot[tier], f"{page} is in tier {tier} already"
         assert slot not in self.page[tier], f"slot {slot} of tier {tier} holds {self.page[tier].get(slot)} already"
         parent = page.parent
@@ -208,17 +230,32 @@ class Model:
         self.slot[tier][page] = slot
         self.page[tier][slot] = page
         self.changes[tier, page] += 1
+        self.created[tier][page] = now
         if page not in self.holds[tier]:
-            self.clock += 1
-            self.stamp[tier][page] = self.clock
+            self.stamp[tier][page] = now
 
     def drop(self, tier: int, page: Page) -> None:
         """present -> none."""
         slot = self.slot[tier].pop(page)
         del self.page[tier][slot]
         self.stamp[tier].pop(page, None)
+        del self.created[tier][page]
+        if not self.anywhere(page):
+            self.hits.pop(page, None)
+            self.priority.pop(page, None)
+            self.history.pop(page, None)
         self.changes[tier, page] += 1
         self.freed_by[tier][slot] = (self.clears, page, self.changes[tier, page])
+
+    def anywhere(self, page: Page) -> bool:
+        return page in self.slot[DEVICE] or page in self.slot[HOST]
+
+    def used(self, lease: LeaseModel) -> None:
+        """A request counts once for each page that it has in the tree."""
+        for page in lease.path[lease.counted : lease.pinned]:
+            self.hits[page] += 1
+            self.priority[page] = max(lease.priority, self.priority.get(page, lease.priority))
+        lease.counted = max(lease.counted, lease.pinned)
 
     # -- matching -------------------------------------------------------------------------------------
 
@@ -235,44 +272,74 @@ class Model:
 
     # -- eviction -------------------------------------------------------------------------------------
 
-    def evicted(self, tier: int, victims: Sequence[Page], need: int | None, keep: Sequence[Page] = ()) -> None:
-        """`victims` left a tier to make room. `need`: how many pages had to go (None: unknown).
+    def evicted(self, tier: int, evictions: Sequence[Eviction], need: int | None) -> None:
+        """Nodes left a tier one after the other, to make room. `need`: how many pages had to go (None: unknown).
 
-        `keep`: pages that the same command held while it evicted, and may have let go.
-
-        Checked: nobody held them; no child stays without its parent; none went without need; nobody else
-        was due before them.
+        Checked: nobody held them; no child stays without its parent; none went without need; nothing else was due
+        before them.
         """
-        gone = set(victims)
-        for page in victims:
-            assert page not in self.holds[tier], f"{page} was evicted from tier {tier} while it is held"
-            assert tier == DEVICE or page not in self.writing
-        children: dict[Page | None, list[Page]] = {}
-        for page in self.slot[tier]:
-            children.setdefault(page.parent, []).append(page)
-        for page in victims:
-            left = [child for child in children.get(page, ()) if child not in gone]
-            assert not left, f"{page} was evicted from tier {tier} before its children {left}"
-        if need is not None:
-            longest = max(sum(above in gone for above in ancestry(page)) for page in victims)
-            assert len(gone) - longest < need, f"{len(gone)} pages were evicted from tier {tier} where {need} had to go"
-        self._check_order(tier, gone, children, keep)
-        for page in sorted(victims, key=lambda page: -page.depth):
-            self.drop(tier, page)
+        gone = [page for eviction in evictions for page in eviction.node]
+        if need is not None and gone:
+            last = len(evictions[-1].node)
+            assert len(gone) - last < need, f"{len(gone)} pages were evicted from tier {tier} where {need} had to go"
+        parents = Counter(page.parent for page in self.slot[tier])
+        for eviction in evictions:
+            for page in eviction.node:
+                assert page not in self.holds[tier], f"{page} was evicted from tier {tier} while it is held"
+                assert tier == DEVICE or page not in self.writing
+            below = parents[eviction.node[-1]]
+            assert not below, f"{eviction.node[-1]} was evicted from tier {tier} before its children"
+            self._check_order(tier, eviction)
+            for page in reversed(eviction.node):
+                parents[page.parent] -= 1
+                self.drop(tier, page)
 
-    def _check_order(
-        self, tier: int, gone: set[Page], children: dict[Page | None, list[Page]], keep: Sequence[Page]
-    ) -> None:
-        """No survivor that could have gone was last used before a victim."""
-        stays = {page for page in self.slot[tier] if page not in self.holds[tier]} - gone - set(keep)
-        stamp = self.stamp[tier]
-        youngest = max((stamp[page] for page in gone), default=0)
-        for page in stays:
-            leaf = all(child in gone for child in children.get(page, ()))
-            assert not leaf or youngest <= stamp[page], (
-                f"tier {tier}: {sorted(gone, key=lambda p: p.depth)} went, last used at "
-                f"{sorted(stamp[p] for p in gone)}; {page}, last used at {stamp[page]}, stayed"
+    def _check_order(self, tier: int, eviction: Eviction) -> None:
+        """What went had the smallest key of all evictable leaves."""
+        assert eviction.node in eviction.candidates, f"{eviction.node} went, and is not among {eviction.candidates}"
+        keys = {node: self.key(tier, node) for node in eviction.candidates}
+        least = min(keys.values())
+        assert keys[eviction.node] == least, (
+            f"tier {tier}, {self.policies[tier]}: {eviction.node} of key {keys[eviction.node]} went before "
+            f"{[(node, key) for node, key in keys.items() if key == least]}"
+        )
+
+    def key(self, tier: int, node: Sequence[Page]) -> tuple[int, ...]:
+        """What SGLang's policy of that name sorts a leaf by (evict_policy.py), smallest first."""
+        policy, last = self.policies[tier], node[-1]
+        access, creation = self.stamp[tier][last], self.created[tier][last]
+        size = self.book.page_bytes // 4
+        match policy.name:
+            case "lru":
+                return (access,)
+            case "lfu":
+                key: tuple[int, ...] = self.hits[last], access
+            case "fifo":
+                key = (creation,)
+            case "mru":
+                key = (-access,)
+            case "filo":
+                key = (-creation,)
+            case "priority":
+                key = self.priority[last], access
+            case "slru":
+                key = 1 if self.hits[last] >= policy.protected_threshold else 0, access
+            case "tlru":
+                budget = max(self.history[last] * size + policy.next_prompt_estimate - policy.threshold, 0)
+                key = -1 if node[0].depth * size >= budget else 0, access
+            case _:
+                raise AssertionError(policy)
+        facts = {
+            (
+                self.created[tier][page] if policy.name in ("fifo", "filo") else self.stamp[tier][page],
+                self.hits[page] if policy.name in ("lfu", "slru") else 0,
+                self.priority[page] if policy.name == "priority" else 0,
+                self.history[page] if policy.name == "tlru" else 0,
             )
+            for page in node
+        }
+        assert len(facts) == 1, f"tier {tier}: {node} is one node, and its pages are {facts}"
+        return key
 
     # -- leases ---------------------------------------------------------------------------------------
 
@@ -301,7 +368,9 @@ class Model:
         assert slot not in self.owner, f"slot {slot} was handed out while it is lease {self.owner[slot].number}'s"
         self.owner[slot] = lease
 
-    def _give_back(self, lease: LeaseModel) -> None:
+    def _give_back(self, lease: LeaseModel, used: bool = True) -> None:
+        if used:
+            self.used(lease)
         for slot in lease.owned:
             del self.owner[slot]
         lease.owned.clear()
@@ -314,18 +383,23 @@ class Model:
     def refused(self, lease: LeaseModel) -> None:
         """There will be no room for it: the holds go, and nothing else was taken."""
         assert lease.waiting
-        self._give_back(lease)
+        self._give_back(lease, used=False)
 
     def cancelled(self, lease: LeaseModel) -> None:
         """Nobody has touched its pages: they are free at once, or when its load is over."""
         assert lease.load is None, f"{lease} was given back while its load is on its way"
         if lease in self.fenced:
             self.fenced.remove(lease)
-        self._give_back(lease)
+        self._give_back(lease, used=False)
         self.leases.pop(lease.number, None)
 
     def _adopt(self, lease: LeaseModel, end: int, reply: int) -> None:
         """The lease's own pages up to `end` go to the tree where it has none; where it has, they are duplicates."""
+        self.clock += 1
+        path = lease.path[:end]
+        if end > lease.pinned and not all(map(self.anywhere, path)):
+            for page in path:
+                self.history[page] = max(end, self.history.get(page, 0))
         for i in range(lease.pinned, end):
             page, own = lease.path[i], lease.table[i]
             assert own in lease.owned
@@ -337,7 +411,7 @@ class Model:
             else:
                 lease.owned.remove(own)
                 del self.owner[own]
-                self.put(DEVICE, page, own)
+                self.put(DEVICE, page, own, self.clock)
                 self.stored_for.setdefault(page, []).append(lease.session_id)
         lease.pinned = max(lease.pinned, end)
 
@@ -350,6 +424,7 @@ class Model:
         assert reply == session.replies, f"reply {reply} where the session's next is {session.replies}"
         own = list(lease.table)
         self._adopt(lease, item.pages, reply)
+        self.used(lease)
         for duplicate in lease.duplicates:
             duplicate.reply = duplicate.reply or reply
         assert pages == lease.pinned, f"{pages} pages are said to be committed, {lease.pinned} are"
@@ -481,10 +556,11 @@ class Model:
             for slot in copy.target_slots:
                 self.host_fenced.remove(slot)
         else:
+            self.clock += 1
             for page, slot in zip(copy.pages, copy.target_slots, strict=True):
                 del self.writing[page]
                 if ok:
-                    self.put(HOST, page, slot)
+                    self.put(HOST, page, slot, self.clock)
             if not ok:
                 failed = set(copy.pages)
                 for other in reversed(self.copies.values()):

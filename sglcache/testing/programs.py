@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from sglcache.core.effects import Extended
+from sglcache.core.eviction import POLICIES, Policy
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import BadRequest, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import DEVICE, CopyModel, Item, LeaseModel
@@ -68,8 +69,21 @@ def config(choose: Chooser) -> dict[str, Any]:
         "first_seq": choose.item((1, 1 << 40)),
         "rank": choose.integer(0, 2),
         "max_batch_blocks": choose.item((4096, 3)),
+        "eviction": policy(choose, page_size),
+        "host_eviction": policy(choose, page_size),
         **slices,
     }
+
+
+def policy(choose: Chooser, page_size: int, name: str | None = None) -> Policy:
+    """One of all, or of that name, with parameters that matter for prompts as short as these."""
+    name = choose.item(POLICIES) if name is None else name
+    return Policy(
+        name,
+        protected_threshold=choose.integer(1, 3),
+        next_prompt_estimate=choose.integer(0, 2 * page_size),
+        threshold=choose.integer(0, 8 * page_size),
+    )
 
 
 class Program:
@@ -200,6 +214,7 @@ class Program:
             exact=exact,
             room=room,
             session_id="s" if not choose.integer(0, 5) else None,
+            priority=choose.integer(-1, 2),
         )
         self.prompts.append((namespace, key))
 
@@ -212,7 +227,7 @@ class Program:
         runner = choose.item(ready)
         namespace, key = self.prompt(choose, max(1, rig.config.num_pages * 2 // 3))
         self.prompts.append((namespace, key))
-        lease = rig.acquire(runner, key, namespace)
+        lease = rig.acquire(runner, key, namespace, priority=choose.integer(0, 1))
         if isinstance(lease, LeaseModel):
             if choose.integer(0, 1):
                 rig.copies_done()

@@ -20,11 +20,13 @@ from sglcache.core import invariants
 from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, Namespace
+from sglcache.core.tree import Node
 from sglcache.errors import BadRequest, Busy, Changed, NoSpace, SglcacheError
 from sglcache.testing.model import (
     DEVICE,
     HOST,
     CopyModel,
+    Eviction,
     Item,
     LeaseModel,
     Model,
@@ -93,15 +95,47 @@ class Waits:
         return sum(each.fresh for each in self.growing if each.error is None)
 
 
+class Watched(Index):
+    """An index whose evictions are seen one by one, with what else could have gone at that moment."""
+
+    def __init__(self, config: IndexConfig, book: Book) -> None:
+        super().__init__(config)
+        self._book = book
+        self.evictions: list[Eviction] = []
+
+    def _drop(self, c: int, node: Node) -> None:
+        lock = len(self.pools) + c
+        paths: dict[Node, tuple[Page, ...]] = {}
+        parents: set[Node | None] = set()
+        for each in self.tree.nodes():
+            last = paths[each.parent][-1] if each.parent in paths else None
+            paths[each] = self._book.path(each.space.namespace, each.key, last)
+            if each.cells[c] is not None:
+                parents.add(each.parent)
+        leaves = [
+            path
+            for each, path in paths.items()
+            if each.cells[c] is not None and not each.cells[lock] and each not in parents
+        ]
+        wakes = sum(isinstance(effect, Wake) for effect in self._effects)
+        self.evictions.append(Eviction(c, paths[node], leaves, wakes))
+        super()._drop(c, node)
+
+
 class Rig:
-    """One index under test. `config` as IndexConfig's fields; `index` lets a test bring its own."""
+    """One index under test. `config` as IndexConfig's fields."""
 
     def __init__(self, *, checks: bool = True, **config: Any) -> None:
         self.config = IndexConfig(**config)
         self.page_size = self.config.page_size
-        self.index = Index(self.config)
         self.book = Book(self.page_size, self.config.hash_name)
-        self.model = Model(self.book, num_pages=self.config.num_pages, host_pages=self.config.host_pages)
+        self.index = Watched(self.config, self.book)
+        self.model = Model(
+            self.book,
+            num_pages=self.config.num_pages,
+            host_pages=self.config.host_pages,
+            policies=(self.config.eviction, self.config.host_eviction),
+        )
         self.subscriber = Subscriber(
             self.book,
             page_size=self.page_size,
@@ -119,7 +153,6 @@ class Rig:
         self.asked: dict[int, Item] = {}  # requests of commits and releases that were not answered
         self._places: tuple[dict[Page, int], ...] = ({}, {})  # what was cached after the last turn
         self._version = 0
-        self._committed: list[tuple[Page, ...]] = []  # in this turn
         self.clearing = [0, 0]  # pages of a tier that a clear has still to drop
         self.next_request = 1
         self.now = 0.0
@@ -136,26 +169,19 @@ class Rig:
         command: Callable[[], T],
         then: Callable[[T | SglcacheError], None] | None = None,
         need: int | None = 0,
-        keep: Sequence[Page] = (),
     ) -> T | SglcacheError:
-        """Run a command and look at everything.
-
-        `need`: pages the device has to find for it (None: unknown); `keep`: pages it holds before it evicts.
-        """
+        """Run a command and look at everything. `need`: pages the device has to find for it (None: unknown)."""
         try:
-            return self._turn(command, then, need, keep)
+            return self._turn(command, then, need)
         except AssertionError:
             self.failed = True
             raise
 
     def _turn(
-        self,
-        command: Callable[[], T],
-        then: Callable[[T | SglcacheError], None] | None,
-        need: int | None,
-        keep: Sequence[Page],
+        self, command: Callable[[], T], then: Callable[[T | SglcacheError], None] | None, need: int | None
     ) -> T | SglcacheError:
         before = self._fingerprint()
+        self.index.evictions.clear()
         result: T | SglcacheError
         try:
             result = command()
@@ -170,36 +196,45 @@ class Rig:
             "what is cached changed, `version` did not"
         )
         self._places, self._version = places, self.index.version
-        self._take_victims(DEVICE, seen, need, keep)
+        # What a grant takes was evicted before it, what a commit's copy takes before the commit's answer.
+        self._take_victims(DEVICE, 0, need)
         if then is not None:
             then(result)
-        for effect in effects:
-            if isinstance(effect, Wake):
-                self._woken(effect, seen)
+        self._take_effects([effect for effect in effects if not isinstance(effect, Publish)], seen)
         for session in self.model.sessions.values():
             if not session.ended:
                 self.model.settle(session)
         self.model.reap()
-        asked = [effect for effect in effects if isinstance(effect, Copy)]
-        write_throughs = sum(copy.dst == Tier.HOST for copy in asked)
-        # The host keeps the paths that were committed while it makes room for their copies.
-        committed, self._committed = self._committed, []
-        kept = [page for path in committed for page in path]
-        for copy in asked:
-            # What one write-through had to evict can be told only where there is one, and one slice was enough for it.
-            alone = write_throughs == 1 and self.config.evict_slice >= self.config.host_pages
-            self._asked(copy, seen, len(copy.dst_slots) // 4 if alone else None, kept)
-        self._take_victims(DEVICE, seen, None)
-        self._take_victims(HOST, seen, 0 if self.config.evict_slice >= self.config.host_pages else None, kept)
-        copied = {copy.pages[-1] for copy in self.model.copies.values() if copy.ticket in {c.ticket for c in asked}}
-        for path in committed:
-            # With several commits in a turn, a later one may have made room, or taken what an earlier one found there.
-            missed = self.model.should_have_been_copied(path) if len(committed) == 1 else []
-            assert not missed, f"there is room on the host, and {missed} were not written through"
-            if copied.isdisjoint(path):
-                self.model.not_backed_up(path)
         self.check(seen)
         return result
+
+    def _take_effects(self, effects: Sequence[Effect], seen: Seen) -> None:
+        """Answers in order; what was evicted for one, and what it had copied, came just before it."""
+        copies: list[Copy] = []
+        wakes = 0
+        for effect in effects:
+            if isinstance(effect, Copy):
+                copies.append(effect)
+                continue
+            assert isinstance(effect, Wake)
+            self._before(wakes, copies)
+            self._woken(effect, seen, copies)
+            wakes += 1
+            for copy in copies:
+                self._asked(copy)
+            copies.clear()
+        self._before(wakes, copies)
+        for copy in copies:
+            self._asked(copy)
+
+    def _before(self, wakes: int, copies: Sequence[Copy]) -> None:
+        """What was evicted since the answer before."""
+        if wakes:
+            self._take_victims(DEVICE, wakes, None)
+        need: int | None = sum(len(copy.dst_slots) // 4 for copy in copies if copy.dst == Tier.HOST)
+        if self.config.evict_slice < self.config.host_pages:
+            need = None  # where a slice is not enough for all that is to be copied, some of it is
+        self._take_victims(HOST, wakes, need)
 
     def _fingerprint(self) -> object:
         index = self.index
@@ -224,17 +259,17 @@ class Rig:
             self.now += 1
             self.index.cut(self.now)
 
-    def _take_victims(self, tier: int, seen: Seen, need: int | None, keep: Sequence[Page] = ()) -> None:
+    def _take_victims(self, tier: int, wakes: int, need: int | None) -> None:
         model = self.model
-        victims = [page for page, slot in model.slot[tier].items() if seen[tier].get(page) != slot]
-        if not victims:
+        evictions = [each for each in self.index.evictions if each.tier == tier and each.wakes == wakes]
+        if not evictions:
             return
         if self.clearing[tier]:
-            self.clearing[tier] = max(0, self.clearing[tier] - len(victims))
+            self.clearing[tier] = max(0, self.clearing[tier] - sum(len(each.node) for each in evictions))
             need = None
         elif need is not None:
             need -= model.num_free(tier)
-        model.evicted(tier, victims, need, keep)
+        model.evicted(tier, evictions, need)
 
     def _no_news(self, tier: int, slot: int) -> None:
         """Whoever gets a slot must not hear of it before the stream has said that the old page is gone (law 5)."""
@@ -299,7 +334,8 @@ class Rig:
             for part in range(PARTS):
                 self.memory[DEVICE][part][slot] = f"scribble of lease {lease.number}"
 
-    def _woken(self, wake: Wake, seen: Seen) -> None:
+    def _woken(self, wake: Wake, seen: Seen, copies: Sequence[Copy]) -> None:
+        """`copies`: what was asked for since the answer before."""
         self.wakes.append(wake)
         session, result = self.model.sessions[wake.session], wake.result
         waits = next((w for w in self.waiting if w.request == wake.request), None)
@@ -312,7 +348,6 @@ class Rig:
             lease = waits.acquired
             if error:
                 return
-            self._take_victims(DEVICE, seen, None)
             if lease is None:
                 assert isinstance(result, Extended), f"{result!r}"
                 self._extended(waits.growing, result.results, waits.least)
@@ -344,7 +379,11 @@ class Rig:
                 slots = self.runners[wake.session].views[item.lease][result.first_page : pages]
             self._check_bytes(item.lease.path[:pages], slots, result.first_page)
             self.model.committed(item, pages, result.first_page, slots, result.num_duplicates, result.reply)
-            self._committed.append(item.lease.path[: item.lease.pinned])
+            path = item.lease.path[: item.lease.pinned]
+            if not any(copy.dst == Tier.HOST for copy in copies):
+                missed = self.model.should_have_been_copied(path)
+                assert not missed, f"there is room on the host, and {missed} were not written through"
+                self.model.not_backed_up(path)
         elif isinstance(result, Released):
             assert result.lease == item.lease.number
             self.model.released(item)
@@ -360,7 +399,7 @@ class Rig:
                 there = self.memory[DEVICE][part][slot]
                 assert there is page, f"{page} is said to lie in slot {slot}; part {part} there is {there}"
 
-    def _asked(self, copy: Copy, seen: Seen, need: int | None, keep: Sequence[Page]) -> None:
+    def _asked(self, copy: Copy) -> None:
         """A copy is to be made. It may start this moment: its sources hold their bytes, nobody uses its targets."""
         model = self.model
         self.copies.append(copy)
@@ -376,7 +415,6 @@ class Rig:
             pages = tuple(model.page[DEVICE][slot] for slot in source)
             path = tuple(ancestry(pages[-1]))
             assert path[-len(pages) :] == pages, f"a write-through of what is no run: {pages}"
-            self._take_victims(HOST, seen, need, keep)
             held = [(DEVICE, path), (HOST, path)]
         else:
             assert copy.src == Tier.HOST
@@ -416,6 +454,7 @@ class Rig:
         exact: int | None = None,
         room: int | None = None,
         session_id: str | None = None,
+        priority: int = 0,
     ) -> LeaseModel | SglcacheError | None:
         """The lease; NoSpace exactly when locks leave too little, Changed exactly when `exact` is not what matches.
 
@@ -433,7 +472,18 @@ class Rig:
             have = min(have, matched * self.page_size + room)
         fresh = -(-have // self.page_size) - pinned
         lease = LeaseModel(
-            -request, runner.session, namespace, key, path, [], set(), pinned, host_pinned, session_id, matched
+            -request,
+            runner.session,
+            namespace,
+            key,
+            path,
+            [],
+            set(),
+            pinned,
+            host_pinned,
+            session_id,
+            priority,
+            matched,
         )
         now, later = self._room_now(path[:pinned]), self._room_later(path[:pinned])
         crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting))
@@ -470,10 +520,10 @@ class Rig:
                 exact=exact,
                 room=room,
                 session_id=session_id,
+                priority=priority,
             ),
             then,
             need=None if self.waiting or self.config.evict_slice < self.config.num_pages else fresh,
-            keep=path[:pinned],
         )
         return lease if isinstance(result, Grant) else result
 

@@ -108,7 +108,7 @@ class Acquire(Frame):
     cache_salt: Salt | None = None
     session_id: Name | None = None
     tenant: Name | None = None
-    priority: int = 0
+    priority: int = 0  # for the policy of eviction of that name
     limit: U31 | None = None  # match at most this many tokens
     reserve: U31 = 0  # room for this many tokens more
     exact: U31 | None = None  # match this many tokens, a multiple of the page size, or answer `Changed`

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from sglcache.bench import events, index, memory, rpc, stall, start
+from sglcache.bench import events, index, match, memory, rpc, stall, start
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 from sglcache.errors import ConfigError, NoSpace
@@ -53,6 +53,27 @@ def test_index_without_events_tells_nothing(trace: Path) -> None:
     row = index.run(index.Options(trace, page_size=64, limit=3))
     assert (row["requests"], row["events"], row["hash"]) == (3, False, None)
     assert row["event_count"] == row["blocks"] == row["wire_bytes"] == row["batches"] == 0
+
+
+def test_index_evicts_by_the_policy_that_is_named(tmp_path: Path) -> None:
+    """Three prompts that share nothing, in room for two, and then the first again."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"input_length": 512, "hash_ids": [{number}]}}\n' for number in (1, 2, 3, 1)))
+    words = ["index", "--trace", str(trace), "--page-size", "16", "--capacity-tokens", "1024", "--json"]
+    for policy, hit_rate, evicted in (("lru", 0.0, 64), ("mru", 0.25, 32)):
+        done = CliRunner().invoke(bench, [*words, "--policy", policy])
+        assert done.exit_code == 0, done.output
+        row = json.loads(done.output)
+        assert (row["policy"], row["hit_rate"], row["evicted_pages"]) == (policy, hit_rate, evicted)
+
+
+def test_match_finds_everything_in_each_of_its_indexes() -> None:
+    row = match.run(match.Options(pages=(1100, 5100), page_size=4, blocks=2, requests=10))
+    small, large = row["sizes"]
+    assert (small["cached_pages"], large["cached_pages"]) == (2 * match.FAMILY_PAGES, 10 * match.FAMILY_PAGES)
+    assert large["nodes"] == 5 * small["nodes"] == 10 * match.FAMILY_PAGES // match.PART_PAGES
+    assert row["requests"] == 20
+    assert row["ratio"] > 0
 
 
 def test_index_evicts_and_copies(trace: Path) -> None:

@@ -59,7 +59,7 @@ BROKEN: dict[str, tuple[str, Callable[[Index], object]]] = {
     "a node its parent does not know": ("does not know it", lambda i: setattr(leaf(i), "key", b"\7" * 32)),
     "a node of half a page": ("whole pages", lambda i: setattr(leaf(i), "key", leaf(i).key[:-4])),
     "a node that is nowhere": ("present nowhere", lambda i: [set_cell(i, leaf(i), c, None) for c in (DEVICE, HOST)]),
-    "a node not in the order": ("eviction list", lambda i: i.tree.unlink(DEVICE, leaf(i))),
+    "a node not in the order": ("eviction list", lambda i: i.tree.orders[DEVICE].unlink(leaf(i))),
     "a node too many": ("nodes", lambda i: setattr(i.tree, "num_nodes", 99)),
     "a node out of the ring": ("in the ring of nodes", lambda i: tree._leave(leaf(i))),
     "a child ahead of its parent": ("not behind its parent", lambda i: ahead_of_its_parent(i)),

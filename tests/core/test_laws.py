@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from sglcache.core import eventlog, index, slots, tree
+from sglcache.core import eventlog, eviction, index, slots, tree
+from sglcache.core.eviction import POLICIES
 from sglcache.testing.machine import IndexMachine
-from sglcache.testing.programs import run
+from sglcache.testing.programs import SeededChooser, policy, run
 
 DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
 
@@ -53,10 +54,31 @@ def test_any_seeded_program(variant: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(tree, "FANOUT", 2)
         monkeypatch.setattr(eventlog, "MAX_BATCH_TOKENS", 40)
         monkeypatch.setattr(index, "MERGE_LIMIT", 2)
+        monkeypatch.setattr(eviction, "SLACK", 0)
+        monkeypatch.setattr(eviction, "SWEEP", 1)
+        monkeypatch.setattr(eviction, "DISCARD", 1)
     first = random.randrange(1 << 40) if DEEP else 0
     for seed in range(first, first + (200 if variant == "any" else 100) * max(1, DEEP)):
         try:
             run(seed, **fixed)
         except Exception as exc:
             exc.add_note(f"sglcache.testing.programs.run({seed}, **{fixed}){', small tables' if small else ''}")
+            raise
+
+
+@pytest.mark.timeout(0 if DEEP else 300)
+@pytest.mark.parametrize("name", POLICIES)
+def test_any_seeded_program_with_a_policy_on_both_tiers(name: str) -> None:
+    """Every eviction is compared with all that could have gone, by the policy's plain key."""
+    first = random.randrange(1 << 40) if DEEP else 1 << 20
+    for seed in range(first, first + 40 * max(1, DEEP)):
+        choose = SeededChooser(seed)
+        page_size = choose.item((1, 4))
+        fixed = {"page_size": page_size, "host_pages": choose.item((0, 12, 24))}
+        for tier in ("eviction", "host_eviction"):
+            fixed[tier] = policy(choose, page_size, name)
+        try:
+            run(seed, **fixed)
+        except Exception as exc:
+            exc.add_note(f"sglcache.testing.programs.run({seed}, **{fixed})")
             raise

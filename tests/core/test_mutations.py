@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglcache.core import eventlog, hashing, index, tree
+from sglcache.core import eventlog, eviction, hashing, index, tree
+from sglcache.core.eviction import Policy
+from sglcache.core.key import ROOT
 from sglcache.errors import NoSpace, UnknownLease
 from sglcache.testing.model import LeaseModel
 from sglcache.testing.planting import plant
 from sglcache.testing.programs import run
-from sglcache.testing.rig import Rig
+from sglcache.testing.rig import Rig, pack
 from sglcache.units import LeaseId
 
 NUM_PROGRAMS = 250  # most are caught by the first few
@@ -107,41 +109,90 @@ def two_requests_one_sequence() -> None:
     rig.cut()
 
 
+def of(name: str, **fixed: Any) -> dict[str, Any]:
+    """A policy of both tiers, whose parameters matter for prompts of a few pages of 4."""
+    chosen = Policy(name, next_prompt_estimate=2, threshold=8)
+    return {"eviction": chosen, "host_eviction": chosen, "page_size": 4, **fixed}
+
+
+def whoever_waits_is_refused() -> None:
+    """It waits for a copy, and when that is over what it counted on is pinned; what it had matched it did not use."""
+    rig = Rig(num_pages=12, host_pages=16, **of("lfu"))
+    runner = rig.open_session()
+    for first, count in ((1, 8), (2, 4), (3, 16)):
+        lease = rig.acquire(runner, [first] * count)
+        assert isinstance(lease, LeaseModel)
+        rig.commit(runner, lease)
+        if first < 3:
+            rig.copies_done()
+        rig.release(runner, lease)
+    assert rig.acquire(runner, [1] * 8 + [9] * 32) is None
+    rig.pin(runner, pack([3] * 16), ROOT, "owner", 9.0)
+    rig.copies_done()
+    rig.steps()
+    assert isinstance(rig.wakes[-1].result, NoSpace)
+    later = rig.acquire(runner, [2] * 4)
+    assert isinstance(later, LeaseModel)
+    rig.cancel(runner, later)
+    rig.acquire(runner, [4] * 24)
+
+
+def small_heaps() -> None:
+    """A heap that is renewed all the time, slowly."""
+    with pytest.MonkeyPatch.context() as patcher:
+        patcher.setattr(eviction, "SLACK", 0)
+        patcher.setattr(eviction, "SWEEP", 1)
+        patcher.setattr(eviction, "DISCARD", 1)
+        for seed in range(30):
+            run(seed, **of("lfu"))
+
+
 Index, Tree, EventLog = index.Index, tree.Tree, eventlog.EventLog
+Recency, Ranked = eviction.Recency, eviction.Ranked
+TWO_POLICIES = {"host_pages": 24, "eviction": Policy("lru"), "host_eviction": Policy("mru")}
+LRU_ONLY = {"eviction": Policy(), "host_eviction": Policy()}
 TWO_TIERS = {"host_pages": 24}
 LOADS = {"num_pages": 10, "host_pages": 40}  # what is evicted from the device is still on the host
 
 MUTATIONS = [
     # -- splits
-    mutation("a split does not copy pins", Tree, "split", "cells[C : 2 * C]", "[0] * C"),
+    mutation(
+        "a split does not copy pins",
+        Tree,
+        "split",
+        "above = cells.copy()",
+        "above = cells.copy(); above[self.C : 2 * self.C] = [0] * self.C",
+    ),
     mutation("a split loses the ticket", Tree, "split", "head.writing = node.writing", "head.writing = 0", **TWO_TIERS),
     mutation("a split gives both halves the lower half's slots", index.Full, "split", "run[:cut]", "run[-cut:]"),
     mutation(
         "a split's upper half is evicted first",
-        Tree,
+        Recency,
         "split",
-        "                cells[3 * C + c] = head\n"
-        "                head.cells[2 * C + c] = node\n"
-        "                head.cells[3 * C + c] = fresher\n"
-        "                fresher.cells[2 * C + c] = head\n",
-        "                older = cells[2 * C + c]\n"
-        "                cells[2 * C + c] = head\n"
-        "                head.cells[3 * C + c] = node\n"
-        "                head.cells[2 * C + c] = older\n"
-        "                older.cells[3 * C + c] = head\n",
+        "            below[self.fresher] = head\n"
+        "            above[self.older] = tail\n"
+        "            above[self.fresher] = fresher\n"
+        "            fresher.cells[self.older] = head\n",
+        "            older = below[self.older]\n"
+        "            below[self.older] = head\n"
+        "            above[self.fresher] = tail\n"
+        "            above[self.older] = older\n"
+        "            older.cells[self.fresher] = head\n",
+        **LRU_ONLY,
     ),
     mutation(
         "a split's upper half goes to the fresh end",
-        Tree,
+        Recency,
         "split",
-        "            fresher = cells[3 * C + c]\n",
-        "            fresher = cells[3 * C + c]\n"
-        "            if fresher is not None:\n"
-        "                end = self.ends[c]\n"
-        "                last = end.cells[2 * C + c]\n"
-        "                head.cells[2 * C + c], head.cells[3 * C + c] = last, end\n"
-        "                last.cells[3 * C + c] = end.cells[2 * C + c] = head\n"
-        "                fresher = None\n",
+        "            above = head.cells\n"
+        "            below[self.fresher] = head\n"
+        "            above[self.older] = tail\n"
+        "            above[self.fresher] = fresher\n"
+        "            fresher.cells[self.older] = head\n",
+        "            last = self.end.cells[self.older]\n"
+        "            head.cells[self.older], head.cells[self.fresher] = last, self.end\n"
+        "            last.cells[self.fresher] = self.end.cells[self.older] = head\n",
+        **LRU_ONLY,
     ),
     mutation("the ack works on the node, not on the range that was sent", Index, "_sent", "while left:", "if left:"),
     mutation(
@@ -154,22 +205,22 @@ MUTATIONS = [
         "merge",
         "if node.writing or any(cells[C : 2 * C]):",
         "if node.writing:",
-        Edit(Tree, "merge", "if any(above[C : 2 * C]) or any(", "if any("),
-        Edit(Tree, "merge", "below[3 * C + c] is not up", "below[3 * C + c] is not up and not below[C + c]"),
-        Edit(
-            Tree,
-            "merge",
-            "            fresher.cells[2",
-            "            if fresher is not None:\n                fresher.cells[2",
-        ),
+        Edit(Tree, "_alike", "if above[C + c] or ", "if "),
+        Edit(Tree, "_alike", "and not order.alike(up, low)", "and not (below[C + c] or order.alike(up, low))"),
+        Edit(Recency, "join", "        fresher.cells", "        if fresher is not None:\n            fresher.cells"),
     ),
     mutation(
-        "nodes apart in the order of eviction are merged", Tree, "merge", "below[3 * C + c] is not up", "below is None"
+        "nodes apart in the order of eviction are merged",
+        Recency,
+        "alike",
+        "low.cells[self.fresher] is up",
+        "True",
+        **LRU_ONLY,
     ),
     # -- the order of eviction
     mutation(
         "a release does not refresh",
-        Tree,
+        Recency,
         "unpin",
         "                last = ends[older]\n"
         "                cells[older] = last\n"
@@ -181,6 +232,7 @@ MUTATIONS = [
         "                    left, right = right, right.cells[fresher]\n"
         "                cells[older], cells[fresher] = left, right\n"
         "                left.cells[fresher] = right.cells[older] = node\n",
+        **LRU_ONLY,
     ),
     mutation(
         "peek refreshes",
@@ -189,8 +241,8 @@ MUTATIONS = [
         "        device = matched = 0\n",
         "        device = matched = 0\n"
         "        if path and path[-1].cells[DEVICE] is not None:\n"
-        "            self.tree.pin(DEVICE, path[-1])\n"
-        "            self.tree.unpin(DEVICE, path[-1])\n",
+        "            self.orders[DEVICE].pin(path[-1])\n"
+        "            self.orders[DEVICE].unpin(path[-1])\n",
     ),
     mutation(
         "what is matched may be evicted to make room for the rest",
@@ -205,6 +257,97 @@ MUTATIONS = [
         "_evict",
         "while pool.free < num_pages:",
         "while pool.free < 2 * num_pages and pool.evictable:",
+    ),
+    # -- other policies than lru
+    mutation("a hit is counted with each commit", Index, "_use", "lease.counted = lease.node", "pass", **of("lfu")),
+    mutation("hits are not counted", Tree, "used", "cells[hits] += 1", "pass", **of("lfu")),
+    mutation("a cancelled lease is a hit", Index, "cancel", "used=False", "used=True", **of("lfu")),
+    mutation("the refused are hits", Index, "_shed", "used=False", "used=True", by=whoever_waits_is_refused),
+    mutation("a match without a commit is no hit", Index, "_give_back", "if used and", "if False and", **of("slru")),
+    mutation(
+        "a split's upper half was never used",
+        Tree,
+        "split",
+        "above = cells.copy()",
+        "above = cells.copy(); above[self.facts.hits] = 0",
+        **of("lfu"),
+    ),
+    mutation(
+        "a split's upper half has the request's priority",
+        Tree,
+        "split",
+        "above = cells.copy()",
+        "above = cells.copy(); above[self.facts.priority] = 0",
+        **of("priority"),
+    ),
+    mutation(
+        "the last priority counts", Tree, "used", "if place and cells[place] < priority:", "if place:", **of("priority")
+    ),
+    mutation("priorities are not heard of", Index, "acquire", "lease.priority = priority", "pass", **of("priority")),
+    mutation("protection begins one hit late", Ranked, "_slru", ">= self", "> self", **of("slru")),
+    mutation(
+        "an access is a creation", Ranked, "unpin", "self.time if self.recent else None", "self.time", **of("fifo")
+    ),
+    mutation("a release is no access", Ranked, "unpin", "self.time if self.recent else None", "None", **of("mru")),
+    mutation("what comes later is as old", Ranked, "pin", "self.clock += 1", "self.clock += 0", **of("filo")),
+    mutation("what comes back is as old as it was", Ranked, "unlink", "cells[self.time] = None", "pass", **of("fifo")),
+    mutation("tlru looks at a node's end", Ranked, "_tlru", "- node.num_bytes // TOKEN_BYTES", "- 0", **of("tlru")),
+    mutation(
+        "a branch's history is not its ancestors'", Tree, "_deepened", "up = up.parent", "up = None", **of("tlru")
+    ),
+    mutation(
+        "history shrinks with a split",
+        Tree,
+        "split",
+        "            above[depth] -= node.num_bytes // TOKEN_BYTES\n",
+        "            above[depth] -= node.num_bytes // TOKEN_BYTES\n"
+        "            above[self.facts.history] = above[depth]\n",
+        **of("tlru"),
+    ),
+    mutation("a tail keeps its rank when it is cut off", Ranked, "split", "self.changed(tail)", "pass", **of("tlru")),
+    mutation("a node whose last child went is forgotten", Ranked, "unlink", "self._push(parent)", "pass", **of("fifo")),
+    mutation("a locked leaf is still queued", Ranked, "pin", "queued[NODE] = cells[entry] = None", "pass", **of("lfu")),
+    mutation("a node with children is queued", Ranked, "unpin", " and not cells[self.kids]", "", **of("mru")),
+    mutation("children are not counted", Ranked, "_put", "parent.cells[self.kids] += 1", "pass", **of("mru")),
+    mutation("a split's upper half has no child", Ranked, "split", "above[self.kids] = 1", "pass", **of("filo")),
+    mutation(
+        "what differs in time is joined",
+        Ranked,
+        "alike",
+        "self.key(self, up) == self.key(self, low)",
+        "True",
+        **of("mru"),
+    ),
+    mutation("what differs in hits is joined", Tree, "_alike", "self.facts.alike(up, low)", "True", **of("slru")),
+    mutation(
+        "a hit counts only where it locks", Tree, "_changed", "order.changed(node)", "pass", host_pages=24, **of("lfu")
+    ),
+    mutation(
+        "the host has the device's policy",
+        Index,
+        "__init__",
+        "config.host_eviction]",
+        "config.eviction]",
+        **TWO_POLICIES,
+    ),
+    mutation(
+        "an old heap's leaves are not looked at", Ranked, "victim", "if old and (", "if False and (", by=small_heaps
+    ),
+    mutation(
+        "a renewed heap loses leaves",
+        Ranked,
+        "_push",
+        "if entry[NODE] is not None",
+        "if entry[NODE] is None",
+        by=small_heaps,
+    ),
+    mutation(
+        "an old heap is taken from its top",
+        Ranked,
+        "_push",
+        "entry = old.pop()",
+        "entry = old.pop(0)",
+        by=small_heaps,
     ),
     # -- events
     mutation(
@@ -319,7 +462,7 @@ MUTATIONS = [
         "            pool.leased -= own\n",
         "            pool.leased -= own\n"
         "            if lease.node is not None:\n"
-        "                self.tree.unpin(DEVICE, lease.node)\n"
+        "                self.orders[DEVICE].unpin(lease.node)\n"
         "                lease.node = None\n",
     ),
     mutation(
@@ -356,7 +499,7 @@ MUTATIONS = [
         "_grant",
         "        self.loads[load.id] = load\n",
         "        self.loads[load.id] = load\n"
-        "        self.tree.unpin(HOST, lease.host_node)\n"
+        "        self.orders[HOST].unpin(lease.host_node)\n"
         "        lease.host_node = None\n",
         host_pages=8,
     ),
@@ -364,9 +507,9 @@ MUTATIONS = [
         "a write-through does not lock its source",
         Index,
         "_back_up",
-        "        tree.pin(DEVICE, last)\n",
+        "        orders[DEVICE].pin(last)\n",
         "",
-        Edit(Index, "_written", "        tree.unpin(DEVICE, ticket.end)\n", ""),
+        Edit(Index, "_written", "        orders[DEVICE].unpin(ticket.end)\n", ""),
         host_pages=24,
     ),
     mutation(
@@ -427,10 +570,10 @@ MUTATIONS = [
         "the host makes room by evicting what a copy hangs on",
         Index,
         "_back_up",
-        "        tree.pin(HOST, backed)",
+        "        orders[HOST].pin(backed)",
         "        pass",
-        Edit(Index, "_back_up", "            tree.unpin(HOST, backed)\n", ""),
-        Edit(Index, "_back_up", "tree.pin(HOST, last, backed)", "tree.pin(HOST, last)"),
+        Edit(Index, "_back_up", "            orders[HOST].unpin(backed)\n", ""),
+        Edit(Index, "_back_up", "orders[HOST].pin(last, backed)", "orders[HOST].pin(last)"),
         host_pages=8,
     ),
     # -- the rest
@@ -592,6 +735,8 @@ def test_the_same_programs_pass_without_a_bug() -> None:
     a_session_ends_with_a_cancel()
     a_match_that_a_copy_locks()
     two_requests_one_sequence()
-    for fixed in ({}, TWO_TIERS, LOADS):
+    small_heaps()
+    whoever_waits_is_refused()
+    for fixed in ({}, TWO_TIERS, LOADS, TWO_POLICIES):
         for seed in range(30):
             run(seed, **fixed)
