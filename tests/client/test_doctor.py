@@ -25,12 +25,13 @@ from sglcache.client.mirror import Mirror
 from sglcache.testing.daemon import Daemon
 
 HTTP = {"http": {"enabled": True, "port": 0}}
-QUICK_S = 1.0  # for what never comes
+BRISK = {"events": {"heartbeat_s": 0.1}}
+QUICK_S = 2.0  # for what never comes
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, **HTTP, events={"heartbeat_s": 0.1}) as daemon:
+    with Daemon(tmp_path, **HTTP, **BRISK) as daemon:
         yield daemon
 
 
@@ -110,7 +111,7 @@ def test_blocks_that_do_not_arrive_are_a_matter_for_verify(tmp_path: Path) -> No
         "EventLog.stored = lambda *a: None\n"
         "Snapshot._tell = lambda self, node, building: self._walk.advance(node)\n"
     )
-    with Daemon(tmp_path, prelude=prelude, **HTTP, host={"num_tokens": 0}) as daemon:
+    with Daemon(tmp_path, prelude=prelude, **HTTP, **BRISK, host={"num_tokens": 0}) as daemon:
         found = look(daemon, timeout_s=QUICK_S)
     assert found["rank 0 salt"].state == "failed"
     assert "sglcache verify" in found["rank 0 salt"].remedy
@@ -122,7 +123,7 @@ def test_hashes_that_are_not_the_tokens_are_found(tmp_path: Path) -> None:
         "real = hashing.HASHERS['xxh3_128']\n"
         "hashing.HASHERS['xxh3_128'] = real._replace(digest=lambda data: real.digest(data + b'!'))\n"
     )
-    with Daemon(tmp_path, prelude=prelude, **HTTP) as daemon:
+    with Daemon(tmp_path, prelude=prelude, **HTTP, **BRISK) as daemon:
         found = look(daemon, timeout_s=QUICK_S)
     assert found["rank 0 hashes"].state == "failed"
 
