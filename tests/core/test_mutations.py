@@ -314,7 +314,7 @@ MUTATIONS = [
         "what differs in time is joined",
         Ranked,
         "alike",
-        "self.key(self, up) == self.key(self, low)",
+        "self.key(up) == self.key(low)",
         "True",
         **of("mru"),
     ),
