@@ -472,18 +472,20 @@ def watch(
     Each line has the batch's number, `seq`, its `rank`, and the event as it is on the wire. A loss that replay could
     not repair shows as an AllBlocksCleared.
     """
-    from sglcache.client.mirror import Mirror, Source
+    from sglcache.client.mirror import Curve, Mirror, Source
 
     sources = [Source(endpoint, replay_endpoint, topic)] if endpoint is not None else []
+    curve = None
     if endpoint is None:
         for target in targets_of(socket, rank):
             with observer_of(target.socket) as client:
                 facts = client.status()
             if (stream := facts["stream"]) is None:
                 raise Unavailable("the daemon publishes no events (events.enabled = false)")
+            curve = Curve.of_stream(stream)
             sources.append(Source(stream["endpoint"], stream["replay_endpoint"], stream["topic"], facts["rank"]))
     left = limit
-    with Mirror.of(sources) as mirror:
+    with Mirror.of(sources, curve=curve) as mirror:
         for line in _event_lines(mirror, medium):
             click.echo(line)
             if left is not None and (left := left - 1) == 0:

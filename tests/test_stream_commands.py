@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import zmq.auth
 
 from sglcache.client.mirror import Mirror
@@ -89,3 +90,20 @@ def test_a_daemon_with_keys_speaks_with_those_it_knows(tmp_path: Path) -> None:
         with Mirror(stream["endpoint"], stream["replay_endpoint"], curve=curve) as mirror:
             assert mirror.catch_up(client.digest()["seq"], 10.0)
             assert len(mirror.hashes("GPU")) == 10
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_watch_and_replay_know_the_stream_s_key_or_say_what_is_wanted(tmp_path: Path, listed: bool) -> None:
+    ours = Path(sglcache("keygen", tmp_path / "ours", "rank").stdout.split()[1])
+    events = {"curve_key_file": str(ours), **({"curve_allow_dir": str(tmp_path / "ours")} if listed else {})}
+    with Daemon(tmp_path / "daemon", events=events, pool={"num_tokens": 4096}, host={"num_tokens": 4096}) as daemon:
+        assert "curve_server_key" not in json.dumps(daemon.ask()), "HTTP is for everyone"
+        watch = sglcache("watch", "--socket", daemon.socket, "--limit", 1)
+        replay = sglcache("replay", "--socket", daemon.socket, "--limit", 3, "--clients", 1)
+        if listed:
+            assert (watch.returncode, replay.returncode) == (2, 2)
+            assert "events.curve_allow_dir" in watch.stderr
+            assert "events.curve_allow_dir" in replay.stderr
+        else:
+            assert watch.returncode == 0, watch.stderr
+            assert replay.returncode == 0, replay.stderr

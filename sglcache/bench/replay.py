@@ -36,7 +36,7 @@ import xxhash
 from sglcache.bench import trace as traces
 from sglcache.bench.pattern import Pattern, Shape
 from sglcache.client import Client, Lease
-from sglcache.client.mirror import Fact, Mirror
+from sglcache.client.mirror import Curve, Fact, Mirror
 from sglcache.errors import Changed, NoSpace, SglcacheError, Unavailable
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared
@@ -345,7 +345,13 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
         watcher = None
         if stream is not None:
             mirror = stack.enter_context(
-                Mirror(stream["endpoint"], stream["replay_endpoint"], topic=stream["topic"], rank=facts["rank"])
+                Mirror(
+                    stream["endpoint"],
+                    stream["replay_endpoint"],
+                    topic=stream["topic"],
+                    rank=facts["rank"],
+                    curve=Curve.of_stream(stream),
+                )
             )
             if not mirror.catch_up(stream["last_seq"], START_S):
                 raise Unavailable(f"the stream at {stream['endpoint']} did not answer within {START_S:.0f} s")

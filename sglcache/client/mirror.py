@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -45,6 +45,20 @@ class Curve(NamedTuple):
     server_key: str
     public_key: str | None = None
     secret_key: str | None = None
+
+    @classmethod
+    def of_stream(cls, stream: Mapping[str, Any]) -> Curve | None:
+        """What the stream of a `Client.status` wants; None: nothing. ConfigError: a key that is on its list."""
+        match stream.get("curve"):
+            case None:
+                return None
+            case "every key":
+                return cls(stream["curve_server_key"])
+            case _:
+                raise ConfigError(
+                    f"the stream at {stream['endpoint']} lets in the keys in events.curve_allow_dir alone; "
+                    "follow it with `sglcache verify` or scripts/subscribe.py and such a key"
+                )
 
     def apply(self, sock: zmq.Socket[bytes]) -> None:
         """Make what the socket connects to prove that it is the server. ConfigError: that is no key."""

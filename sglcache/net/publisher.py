@@ -120,7 +120,7 @@ class Publisher:
         self._retry_s = RETRY_S[0]
         self._closed = False
         self._context = zmq.Context()
-        self._curve = curve
+        self.curve = curve
         self._guard = curve.guard(self._context) if curve is not None else None
         self._router: zmq.Socket[bytes] | None = None
         self._pub = self._socket(zmq.XPUB, hwm)
@@ -407,6 +407,6 @@ class Publisher:
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_INBOUND)
         sock.setsockopt(zmq.TCP_KEEPALIVE, 1)  # find out about peers whose host is gone
         sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
-        if self._curve is not None:
-            self._curve.serve(sock)
+        if self.curve is not None:
+            self.curve.serve(sock)
         return sock

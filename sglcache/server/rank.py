@@ -278,6 +278,7 @@ class Rank:
                 "collections": parts.owner.collector.num_collections,
             },
             "sessions": parts.sessions.describe(),
+            "stream": self._stream(for_ourselves=True),
         }
         if prove:
             facts["violations"] = self.prove()
@@ -321,13 +322,17 @@ class Rank:
         wire = self.geometry.to_wire()
         return {name: getattr(wire, name) for name in wire.__struct_fields__}
 
-    def _stream(self) -> dict[str, Any] | None:
+    def _stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:
+        """`for_ourselves`: for a peer of the control socket, who is of our user and may know the public key."""
         publisher = self.parts.publisher
         if publisher is None:
             return None
         stats = publisher.stats()
+        curve = publisher.curve
         return {
             **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
+            "curve": None if curve is None else "listed keys" if curve.allowed is not None else "every key",
+            **({"curve_server_key": curve.public.decode()} if curve is not None and for_ourselves else {}),
             "topic": self.seat.topic,
             "hash": self.config.events.hash,
             "next_seq": self.parts.index.next_seq,
