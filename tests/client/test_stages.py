@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sglcache.client import Client, Lease, acquire_alike
 from sglcache.errors import BadRequest, Changed, ClosedError, NoSpace
@@ -151,3 +152,42 @@ def test_namespaces_and_arguments(stages: Stages) -> None:
             acquire_alike(stages.clients, prompt(5), **wrong)  # type: ignore[arg-type]
     with pytest.raises(BadRequest):
         acquire_alike([], prompt(5))
+
+
+def test_on_every_stage_of_one_daemon_a_hit_has_the_bytes_that_were_written(tmp_path: Path) -> None:
+    """PP=2, the second stage smaller, so that it must evict and load back where the first need not.
+
+    K of a token is made of the token, its place and the stage: whatever a stage serves is checked, layer by layer.
+    """
+    stages = [{"num_layers": 2, "num_tokens": 4 * 256}, {"num_layers": 1, "num_tokens": 4 * 96}]
+    with ExitStack() as stack:
+        daemon = stack.enter_context(
+            Daemon(
+                tmp_path, pp_size=2, parallel={"stages": stages}, host={"pool_ratio": 4.0}, events={"enabled": False}
+            )
+        )
+        clients = [stack.enter_context(daemon.rank(stage).client()) for stage in (0, 1)]
+        checked = [0, 0]
+        hosts = 0
+        for turn in range(30):
+            tokens = [*prompt(0, 64), *prompt(1 + turn % 6, 32 * (1 + turn % 4)), turn]
+            leases = acquire_alike(clients, tokens, limit=len(tokens) - 1)
+            assert len({lease.matched_tokens for lease in leases}) == 1
+            for stage, (client, lease) in enumerate(zip(clients, leases, strict=True)):
+                lease.wait_loaded()
+                hosts += lease.host_tokens
+                places = torch.arange(len(tokens))
+                pages = torch.tensor(lease.slots, dtype=torch.int64)[places // 4]
+                want = (torch.tensor(tokens) * 7 + places * 3 + stage * 11) % 1024  # exact in half precision
+                for layer in range(stages[stage]["num_layers"]):
+                    k = client.pool.k[layer]
+                    hit = lease.matched_tokens
+                    there = k[pages[:hit], places[:hit] % 4, 0, 0]
+                    assert torch.equal(there.long(), want[:hit] + layer)
+                    k[pages[hit:], places[hit:] % 4] = (want[hit:] + layer).to(k.dtype)[:, None, None]
+                checked[stage] += hit
+            run(leases)
+        assert min(checked) > 0
+        assert hosts > 0, "something came from a host tier"
+        for stage in (0, 1):
+            daemon.rank(stage).settle()
