@@ -531,6 +531,9 @@ class Worker(Member):
         learns of a ticket can name the moment that the ticket is for; the scheduler's command must name one that it
         recorded then itself, or pages that its table has lost since may be taken from under the batch that reads them.
         """
+        _check_event(event)
+        if ticket is not None and (not isinstance(ticket, int) or not 0 <= ticket < 1 << 63):
+            raise BadRequest(f"ticket {ticket!r} is none that a scheduler's command gave", argument="ticket")
         with self._connection.lock:
             if event is None:
                 event = Event(*self._record())
@@ -598,7 +601,10 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _check_event(event: Event | None) -> None:
-    if event is not None and not all(isinstance(part, int) and 0 <= part < 1 << 63 for part in event):
+    if event is None:
+        return
+    good = isinstance(event, Event) and all(isinstance(part, int) and 0 <= part < 1 << 63 for part in event)
+    if not good or event.event > control.MAX_COUNT:
         raise BadRequest(f"{event} is none that `record` gave", argument="event")
 
 
