@@ -91,6 +91,11 @@ class PoolConfig(Section):
     layout: Literal["page_first"] = Field(
         default="page_first", description="page_first: a page's K and V of all layers are contiguous."
     )
+    bigram: bool = Field(
+        default=False,
+        description="A page's key is its tokens and the one behind them, as pairs: for runners with a draft model of "
+        "EAGLE's kind, whose KV depends on that one, too. Events have the pairs.",
+    )
     num_shards: int = Field(
         default=1, ge=1, le=1024, description="Tensor-parallel shards on this host: one tensor each, one page table."
     )

@@ -46,6 +46,11 @@ class Server(NamedTuple):
     hash_name: str | None  # of the block hashes, where the server says it
     info: dict[str, Any]  # all that it said
 
+    @property
+    def bigram(self) -> bool:
+        """Whether its keys are pairs of tokens, where the server says it."""
+        return self.info.get("bigram") is True
+
 
 def base_url(text: str) -> str:
     """`host:port`, `http://host:port` and `http://host:port/...` are one server."""

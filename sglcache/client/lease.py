@@ -101,7 +101,8 @@ class Lease:
     def commit(self, tokens: int | None = None, *, event: Event | None = None) -> Committed:
         """Give the whole pages of the first `tokens` tokens (None: of all that have pages) to the cache, and wait.
 
-        `event`: one that was recorded earlier, behind the writes of these pages; None: one that is recorded now.
+        Where the daemon has bigram keys: of these pages those behind which the lease has a token. `event`: one that was
+        recorded earlier, behind the writes of these pages; None: one that is recorded now.
         """
         self._must_not_wait("commit")
         return self.commit_begin(tokens, event=event).wait()

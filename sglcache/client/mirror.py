@@ -93,7 +93,8 @@ class Mirror:
     is asked for again, and given twice as long each time, for a daemon may have others to answer first. Until it has
     ended the picture stands still (`synced` is False), and what is kept of the live stream is bounded.
 
-    `hash_name` (`xxh3_128` or `sha256`), or a function, computes block hashes where the stream withholds tokens.
+    `hash_name` (`xxh3_128` or `sha256`), or a function, computes block hashes where the stream withholds tokens;
+    `bigram`: of a daemon whose keys are pairs (`pool.bigram`), which such a stream does not tell.
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class Mirror:
         replay_timeout_s: float = 2.0,
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
+        bigram: bool = False,
     ) -> None:
         """`since`: the number to begin with, if it can be had; by default it begins with a snapshot.
 
         A stream that is bound to every interface (`tcp://*:5557`) is dialled on this host. ConfigError: it can't be.
         """
-        self._open([Source(endpoint, replay_endpoint, topic, rank)], replay_timeout_s, curve, hash_name, since)
+        self._open([Source(endpoint, replay_endpoint, topic, rank)], replay_timeout_s, curve, hash_name, bigram, since)
 
     @classmethod
     def of(
@@ -122,10 +124,11 @@ class Mirror:
         replay_timeout_s: float = 2.0,
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
+        bigram: bool = False,
     ) -> Mirror:
         """Of several ranks' streams at once."""
         mirror = cls.__new__(cls)
-        mirror._open(sources, replay_timeout_s, curve, hash_name)
+        mirror._open(sources, replay_timeout_s, curve, hash_name, bigram)
         return mirror
 
     @classmethod
@@ -136,6 +139,7 @@ class Mirror:
         replay_timeout_s: float = 2.0,
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
+        bigram: bool = False,
     ) -> Mirror:
         """Of every data-parallel rank of the server, as its /server_info advertises them.
 
@@ -143,7 +147,11 @@ class Mirror:
         """
         server = discover(url)
         return cls.of(
-            server.sources, replay_timeout_s=replay_timeout_s, curve=curve, hash_name=hash_name or server.hash_name
+            server.sources,
+            replay_timeout_s=replay_timeout_s,
+            curve=curve,
+            hash_name=hash_name or server.hash_name,
+            bigram=bigram or server.bigram,
         )
 
     def _open(
@@ -152,9 +160,10 @@ class Mirror:
         timeout_s: float,
         curve: Curve | None,
         hash_name: str | BlockHashes | None,
+        bigram: bool,
         since: int = 0,
     ) -> None:
-        self._block_hashes = named(hash_name) if isinstance(hash_name, str) else hash_name
+        self._block_hashes = named(hash_name, bigram) if isinstance(hash_name, str) else hash_name
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._streams: dict[int, _Stream] = {}
         try:

@@ -29,6 +29,11 @@ def pack_tokens(tokens: bytes) -> bytes:
     return ormsgpack.packb(np.frombuffer(tokens, "<u4"), option=_NUMPY)
 
 
+def pack_pairs(words: bytes) -> bytes:
+    """uint32 little-endian [n, 2] to a msgpack array of n arrays of two integers."""
+    return ormsgpack.packb(np.frombuffer(words, "<u4").reshape(-1, 2), option=_NUMPY)
+
+
 def pack_hashes(digests: bytes, digest_bytes: int) -> bytes:
     """Digests, joined, to a msgpack array of their first 8 bytes as big-endian int64."""
     words = np.frombuffer(digests, ">i8")[:: digest_bytes // 8].astype("<i8")

@@ -19,6 +19,7 @@ from sglcache.core import encoding
 from sglcache.core.effects import Publish
 from sglcache.core.encoding import NO_EXTRAS, NO_TOKENS, PLAIN, Extras, Format
 from sglcache.core.hashing import Hasher
+from sglcache.core.key import Keys
 from sglcache.units import Seq, Tier
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 RECORD_COST = 40  # of a record's part in the cut, in the units of `slice`
 MAX_BATCH_TOKENS = 1 << 18
+PAIR_COST = 6  # tokens for whose encoding a bigram's takes as long
 
 
 class Chain:
-    """Digests to be: of `tokens`, behind `before` (bytes, or a page of a chain that is resolved earlier)."""
+    """Digests to be: of the run `tokens`, behind `before` (bytes, or a page of a chain that is resolved earlier)."""
 
     __slots__ = ("before", "digests", "nodes", "parts", "tokens")
 
@@ -41,16 +43,18 @@ class Chain:
         self.parts: list[bytes] = []  # what earlier slices have made
         self.digests: bytes | None = None
 
-    def resolve(self, hasher: Hasher, page_bytes: int, budget: int) -> int:
+    def resolve(self, hasher: Hasher, keys: Keys, budget: int) -> int:
         """Hash up to `budget` pages; how many it did. The nodes get their digests with the last."""
         before = self.before
         if not isinstance(before, bytes):
             before = _last_digest(before, hasher.size)
-        tokens = self.tokens
+        tokens, page_bytes = self.tokens, keys.page_bytes
+        end = len(tokens) - keys.over
         done = sum(map(len, self.parts)) // hasher.size * page_bytes if self.parts else 0
-        stop = min(len(tokens), done + budget * page_bytes)
-        part = hasher.chain(before, tokens[done:stop] if done or stop < len(tokens) else tokens, page_bytes)
-        if stop < len(tokens):
+        stop = min(end, done + budget * page_bytes)
+        run = tokens[done : stop + keys.over] if done or stop < end else tokens
+        part = hasher.chain(before, keys.words(run), keys.word_bytes)
+        if stop < end:
             self.parts.append(part)
             self.before = part[-hasher.size :]
             return (stop - done) // page_bytes
@@ -147,8 +151,7 @@ class EventLog:
     def __init__(
         self,
         hasher: Hasher,
-        page_bytes: int,
-        page_size: int,
+        keys: Keys,
         *,
         format: Format = PLAIN,
         first_seq: int,
@@ -157,13 +160,15 @@ class EventLog:
         slice: int,
     ) -> None:
         self.hasher = hasher
-        self.page_bytes = page_bytes
+        self.keys = keys
         self.next_seq = first_seq
         self.rank = rank
         # An event is encoded in one go: one of a few ms would be a stall.
-        self.max_blocks = max(1, min(max_blocks, MAX_BATCH_TOKENS // page_size))
+        token_cost = PAIR_COST if keys.bigram else 1
+        self.max_blocks = max(1, min(max_blocks, MAX_BATCH_TOKENS // (keys.page_size * token_cost)))
         self.slice = slice  # in units of about 0.1 µs
-        self.encoding = encoding.encoding(format.encoding, page_size)
+        self.page_weight = keys.page_bytes * token_cost  # bytes of plain tokens that take as long to be told of
+        self.encoding = encoding.encoding(format.encoding, keys.page_size)
         self.tallies = {tier: Tally() for tier in (Tier.DEVICE, Tier.HOST)}
         self._withhold = format.withhold_tokens
         self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
@@ -179,6 +184,10 @@ class EventLog:
         self._run: Run | None = None
         self.cleared()  # a life begins so
 
+    def cost(self, num_blocks: int) -> int:
+        """Of so many blocks' hashes and tokens in an event, in the units of `slice`."""
+        return num_blocks * self.page_weight // 64
+
     # -- recording: called where presence changes, and nowhere else -------------------------------------
 
     def stored(self, node: Node, tier: Tier, session_id: str | None) -> None:
@@ -193,7 +202,7 @@ class EventLog:
             elif isinstance(before, bytes):
                 before = before[-self.hasher.size :]
             chain = Chain(node.key, before, node)
-            hashes = node.hashes = Pending(chain, 0, len(node.key) // self.page_bytes)
+            hashes = node.hashes = Pending(chain, 0, node.num_bytes // self.keys.page_bytes)
         if session_id is not None:
             extras = extras._replace(session_id=session_id)
         self._records.append(_Stored(tier, node.key, hashes, parent.hashes, extras))
@@ -223,7 +232,8 @@ class EventLog:
         records = self._records
         budget = self.slice
         size = self.hasher.size
-        cost = self.hasher.cost(self.page_bytes)
+        keys = self.keys
+        cost = self.hasher.cost(keys.word_bytes)
         while records:
             if budget <= 0:
                 return self._pause(ts)
@@ -246,7 +256,7 @@ class EventLog:
                 while chain.digests is None:
                     if budget <= 0:
                         return self._pause(ts)
-                    budget -= cost * chain.resolve(self.hasher, self.page_bytes, max(1, budget // cost))
+                    budget -= cost * chain.resolve(self.hasher, keys, max(1, budget // cost))
                 digests = chain.digests[hashes.start * size : hashes.stop * size]
             records.popleft()
             start, stop = record.start, record.stop or len(digests) // size
@@ -263,15 +273,15 @@ class EventLog:
                     records.appendleft(record._replace(start=stop))
             if stop - start < len(digests) // size:
                 digests = digests[start * size : stop * size]
-            budget -= RECORD_COST + len(digests) // size * self.page_bytes // 64
+            budget -= RECORD_COST + self.cost(len(digests) // size)
             if isinstance(record, _Removed):
                 self.removals -= 1
                 self._add(ts, False, record.tier, digests, b"", None, NO_EXTRAS)
                 continue
             parent: bytes | None
             tokens = record.tokens
-            if len(tokens) > (stop - start) * self.page_bytes:
-                tokens = tokens[start * self.page_bytes : stop * self.page_bytes]
+            if len(tokens) > (stop - start) * keys.page_bytes + keys.over:
+                tokens = tokens[start * keys.page_bytes : stop * keys.page_bytes + keys.over]
             if start:
                 parent = before
             elif record.before is None:
@@ -296,7 +306,7 @@ class EventLog:
         self, ts: float, stored: bool, tier: Tier, digests: bytes, tokens: bytes, parent: bytes | None, extras: Extras
     ) -> None:
         """Join the open run if it may (REFERENCE 5.2), else begin another; never more than max_blocks in one."""
-        size, page_bytes = self.hasher.size, self.page_bytes
+        size, keys = self.hasher.size, self.keys
         count = len(digests) // size
         start = 0
         self.tallies[tier].add(digests, size, 1 if stored else -1)
@@ -324,7 +334,7 @@ class EventLog:
                 # A removal is cut from its end: no batch takes a page whose children only the next one takes.
                 first = start if stored else count - start - take
                 run.digests.append(digests[first * size : (first + take) * size])
-                run.tokens.append(tokens[first * page_bytes : (first + take) * page_bytes])
+                run.tokens.append(tokens[first * keys.page_bytes : (first + take) * keys.page_bytes + keys.over])
             run.num_blocks += take
             parent = run.digests[-1][-size:]
             start += take
@@ -355,12 +365,17 @@ class EventLog:
         ):
             hashes = encoding.pack_hashes(b"".join(run.digests), size)
             if run.stored:
-                tokens = NO_TOKENS if self._withhold else encoding.pack_tokens(b"".join(run.tokens))
+                tokens = NO_TOKENS if self._withhold else self._pack(run.tokens)
                 self._packed = (run.tokens, run.digests, hashes, tokens)
         if not run.stored:
             return self.encoding.removed(hashes, run.tier.medium)
         parent = None if run.parent is None else encoding.pack_hash(run.parent)
         return self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras)
+
+    def _pack(self, runs: list[bytes]) -> bytes:
+        if self.keys.bigram:
+            return encoding.pack_pairs(b"".join(map(self.keys.words, runs)))
+        return encoding.pack_tokens(b"".join(runs))
 
     def payload(self, ts: float, frame: Frame) -> bytes:
         """The frame as it goes on the wire."""

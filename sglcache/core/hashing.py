@@ -32,7 +32,7 @@ class Hasher(NamedTuple):
     def chain(self, before: bytes, tokens: bytes, page_bytes: int) -> bytes:
         """The digests of the pages of `tokens`, joined; `before` is the digest (or seed, or nothing) they follow.
 
-        A short last page is hashed as it is.
+        Of bigram keys `tokens` are their `words`, and `page_bytes` is of these. A short last page is hashed as it is.
         """
         digest = self.digest
         whole = len(tokens) // page_bytes

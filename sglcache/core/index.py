@@ -20,7 +20,7 @@ from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publ
 from sglcache.core.encoding import PLAIN, Extras, Format
 from sglcache.core.eventlog import EventLog
 from sglcache.core.eviction import LRU, Policy
-from sglcache.core.key import ROOT, TOKEN_BYTES, Namespace
+from sglcache.core.key import ROOT, TOKEN_BYTES, Keys, Namespace
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
 from sglcache.core.resources import Full
 from sglcache.core.slots import SLOT_BYTES, SlotPool
@@ -59,6 +59,7 @@ class IndexConfig:
     rank: int = 0
     max_batch_blocks: int = 4096
     format: Format = PLAIN  # of the events
+    bigram: bool = False  # see `Keys`
     eviction: Policy = LRU  # which pages of the device go first
     host_eviction: Policy = LRU
     evict_slice: int = 500  # victims a call may take: about 1 ms, 2 where the caches are cold
@@ -105,7 +106,7 @@ class DumpedNode(NamedTuple):
 
     namespace: Namespace
     parent_digest: bytes | None
-    tokens: bytes
+    tokens: bytes  # and with bigram keys the one behind them
     digests: bytes  # joined
     tiers: tuple[Tier, ...]  # where all of its pages are
 
@@ -163,7 +164,8 @@ class Index:
 
     def __init__(self, config: IndexConfig) -> None:
         self.config = config
-        self.page_bytes = config.page_size * TOKEN_BYTES
+        self.keys = Keys(config.page_size, config.bigram)
+        self.page_bytes = self.keys.page_bytes
         self.hasher = hashing.hasher(config.hash_name)
         self.pools = [SlotPool(config.num_pages)]
         if config.host_pages:
@@ -171,15 +173,14 @@ class Index:
         full = Full()
         self.resources = [full] * len(self.pools)
         policies = [config.eviction, config.host_eviction][: len(self.pools)]
-        self.tree = Tree(self.page_bytes, list(self.resources), self.pools, policies)
+        self.tree = Tree(self.keys, list(self.resources), self.pools, policies)
         self.orders = self.tree.orders
         self._by_use = self.tree.facts.by_use
         self.log: EventLog | None = None
         if config.events:
             self.log = EventLog(
                 self.hasher,
-                self.page_bytes,
-                config.page_size,
+                self.keys,
                 format=config.format,
                 first_seq=config.first_seq,
                 rank=config.rank,
@@ -291,14 +292,16 @@ class Index:
 
         `tokens` is packed uint32; at most `limit` of them are matched, or, with `exact`, so many and no others:
         `Changed` if it is fewer, with the number. There are pages for all of them and `reserve` more, or, with `room`,
-        for the match and so many beyond it at most. None: it takes more than one slice of eviction, or the end of
-        write-throughs that alone lock what is needed; `step` goes on with it and `Wake` brings the answer. `NoSpace` if
-        locks leave too little. Of an error, nothing is changed. `priority` is for the policy of that name: what a
-        request of a higher one has used is kept longer.
+        for the match and so many beyond it at most. With bigram keys a match needs the token behind it, too, so it
+        never is all of them; whatever is counted here is tokens all the same.
+
+        None: it takes more than one slice of eviction, or the end of write-throughs that alone lock what is needed;
+        `step` goes on with it and `Wake` brings the answer. `NoSpace` if locks leave too little. Of an error, nothing
+        is changed. `priority` is for the policy of that name: what a request of a higher one has used is kept longer.
         """
         s = self._session(session)
         length = len(tokens)
-        page_bytes = self.page_bytes
+        page_bytes, over = self.page_bytes, self.keys.over
         if (
             length % TOKEN_BYTES
             or length == 0
@@ -311,13 +314,13 @@ class Index:
                 f"limit {limit}, reserve {reserve}, room {room}"
             )
         if exact is not None:
-            if limit is not None or not 0 <= exact * TOKEN_BYTES <= length or exact * TOKEN_BYTES % page_bytes:
+            if limit is not None or not 0 <= exact * TOKEN_BYTES <= length - over or exact * TOKEN_BYTES % page_bytes:
                 raise BadRequest(
-                    f"exact needs whole pages of {self.config.page_size} of the {length // TOKEN_BYTES} tokens, and "
-                    f"no limit; got exact {exact}, limit {limit}"
+                    f"exact needs whole pages of {self.config.page_size} of the {(length - over) // TOKEN_BYTES} "
+                    f"tokens that can be matched, and no limit; got exact {exact}, limit {limit}"
                 )
             limit = exact
-        end = length if limit is None else min(length, limit * TOKEN_BYTES)
+        end = length - over if limit is None else min(length - over, limit * TOKEN_BYTES)
         end -= end % page_bytes
         space = self.tree.spaces.get(namespace)
         path: list[Node] = []
@@ -421,7 +424,8 @@ class Index:
     ) -> None:
         """Give the whole pages of the first `tokens` tokens to the tree when `ticket` is done; then Wake(Committed).
 
-        None: of all that have pages. BadRequest for more than that.
+        None: of all that have pages. BadRequest for more than that. With bigram keys a page has a name once the lease
+        has the token behind it: of these tokens those pages, and the last one with a later commit.
         """
         s = self._session(session)
         held = self._lease(s, lease)
@@ -437,7 +441,10 @@ class Index:
                 room=room,
             )
         self._ticket(s, ticket)
-        s.queue.append(Operation(request, held, ticket, seen, tokens // page_size, release=False))
+        num_pages = tokens // page_size
+        if self.keys.bigram:
+            num_pages = min(num_pages, self.keys.whole(held.num_bytes) // self.page_bytes)
+        s.queue.append(Operation(request, held, ticket, seen, num_pages, release=False))
         self._pump(s)
 
     def release(
@@ -485,7 +492,7 @@ class Index:
         space = self.tree.spaces.get(namespace)
         if space is None:
             return Peeked(0, 0)
-        path, partial, at = self._match(space.root, tokens, len(tokens) - len(tokens) % self.page_bytes)
+        path, partial, at = self._match(space.root, tokens, self.keys.whole(len(tokens)))
         device = matched = 0
         for node in path:
             matched += node.num_bytes
@@ -505,7 +512,7 @@ class Index:
         space = self.tree.spaces.get(namespace)
         if space is None:
             return 0
-        path, partial, at = self._match(space.root, tokens, len(tokens) - len(tokens) % self.page_bytes)
+        path, partial, at = self._match(space.root, tokens, self.keys.whole(len(tokens)))
         if partial is not None:
             path.append(self.tree.split(partial, at))
         if not path:
@@ -759,10 +766,10 @@ class Index:
     # -- inside: matching ------------------------------------------------------------------------------------
 
     def _match(self, node: Node, key: bytes, end: int) -> Match:
-        """Walk down `key[:end]`, whole pages. Every node there is is present in some tier. Changes nothing."""
+        """Walk down the pages in `key[:end]`. Every node there is is present in some tier. Changes nothing."""
         path: list[Node] = []
         start = 0
-        page_bytes = self.page_bytes
+        span = self.tree.span
         while start < end:
             children = node.children
             if children is None:
@@ -771,11 +778,11 @@ class Index:
             if type(children) is Node:
                 child = children
             else:
-                child = children.get(key[start : start + page_bytes])  # type: ignore[union-attr]
+                child = children.get(key[start : start + span])  # type: ignore[union-attr]
                 if child is None:
                     break
             run = child.key
-            stop = start + len(run)
+            stop = start + child.num_bytes
             if stop <= end and key.startswith(run, start):
                 path.append(child)
                 node = child
@@ -1123,7 +1130,7 @@ class Index:
                 node.cells[DEVICE] = slots[at : num_pages * SLOT_BYTES]
                 changed.append(node)
                 break
-            if not (start + len(child.key) <= end and key.startswith(child.key, start)):
+            if not (start + child.num_bytes <= end and key.startswith(child.key, start)):
                 child = tree.split(child, tree.common_pages(child.key, key, start, end))
             start += child.num_bytes
             mine = slots[at : start // page_bytes * SLOT_BYTES]
@@ -1296,7 +1303,7 @@ class Index:
             extras = None
             if self.log is not None:
                 extras = self.config.format.extras(namespace)
-            space = Space(namespace, hashing.seed(namespace) if self.log is not None else b"", extras)
+            space = Space(namespace, hashing.seed(namespace) if self.log is not None else b"", extras, self.keys.over)
             self.tree.spaces[namespace] = space
             if extras is not None:
                 # Routers can't tell two namespaces apart that they know by the same: they are told of the first.

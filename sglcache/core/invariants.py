@@ -41,7 +41,7 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
         num_nodes += 1
         if places.get(node, 0) <= places.get(node.parent or node, 0):
             found.append(f"{node!r}: not behind its parent in the ring of nodes")
-        pages, rest = divmod(len(node.key), tree.page_bytes)
+        pages, rest = divmod(len(node.key) - tree.over, tree.page_bytes)
         if rest or not pages:
             found.append(f"{node!r}: run of {len(node.key)} bytes is not whole pages")
         parent = node.parent
@@ -163,7 +163,7 @@ def _expected_locks(index: Index, found: list[str]) -> list[dict[Node, int]]:
 def _depth(index: Index, found: list[str], pages: int, node: Node | None, name: Callable[[], str]) -> None:
     depth = 0
     while node is not None and node.parent is not None:
-        depth += len(node.key) // index.page_bytes
+        depth += node.num_bytes // index.page_bytes
         node = node.parent
     if depth != pages:
         found.append(f"{name()}: {pages} pages committed, its pin is {depth} deep")
@@ -174,7 +174,7 @@ def _range(index: Index, found: list[str], ticket: Ticket) -> None:
     while left > 0 and node is not None and node.parent is not None:
         if not node.writing >> HOST & 1:
             found.append(f"ticket {ticket.id}: {node!r} is in its range and not being written")
-        left -= len(node.key) // index.page_bytes
+        left -= node.num_bytes // index.page_bytes
         node = node.parent
     if left:
         found.append(f"ticket {ticket.id}: its range of {ticket.num_pages} pages is off by {left}")

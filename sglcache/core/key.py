@@ -1,4 +1,4 @@
-"""What a page is named by: its namespace and every token up to its end.
+"""What a page is named by: its namespace and every token up to its end; with bigram keys, up to the one behind it.
 
 Tokens are one `bytes` of uint32 little-endian; no Python object per token exists anywhere in the core. A run
 is compared with a whole node at a time.
@@ -32,6 +32,42 @@ class Namespace(NamedTuple):
 
 
 ROOT = Namespace()
+
+
+class Keys:
+    """How the tokens of a sequence name its pages: one for the whole life of an index. Sizes are in bytes.
+
+    Plain: a page of P tokens by these. Bigram, as the draft models of EAGLE need it: what is computed for a token
+    depends on the one behind it, too, so a unit of the key is the two of them, and n tokens make n - 1 units. A page
+    still holds what was computed for P tokens, but its key spans P + 1 and shares the last of them with the next
+    page's; the last token of a sequence has no unit, and a page that ends with it no name yet. A run of pages is the
+    slice of the sequence's tokens from the first of them to the one behind the last: a view, and compared as it is.
+    """
+
+    __slots__ = ("bigram", "over", "page_bytes", "page_size", "span", "word_bytes")
+
+    def __init__(self, page_size: int, bigram: bool = False) -> None:
+        self.page_size = page_size
+        self.bigram = bigram
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.over = TOKEN_BYTES if bigram else 0  # by which a run is longer than its pages
+        self.span = self.page_bytes + self.over  # of one page's run
+        self.word_bytes = self.page_bytes * (2 if bigram else 1)  # of a page as `words` has it
+
+    def whole(self, num_bytes: int) -> int:
+        """Of the pages that so much of a sequence names."""
+        num_bytes -= self.over
+        return num_bytes - num_bytes % self.page_bytes if num_bytes > 0 else 0
+
+    def words(self, run: bytes) -> bytes:
+        """A run as it is hashed and told of: uint32 [n], or of bigrams [n, 2]."""
+        if not self.bigram:
+            return run
+        tokens = np.frombuffer(run, "<u4")
+        pairs = np.empty((len(tokens) - 1, 2), "<u4")
+        pairs[:, 0] = tokens[:-1]
+        pairs[:, 1] = tokens[1:]
+        return pairs.tobytes()
 
 
 def pack(tokens: object) -> bytes:

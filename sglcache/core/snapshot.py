@@ -36,7 +36,7 @@ class Snapshot:
         self._log = log
         self._tiers = [(c, Tier(c)) for c in range(tree.C)]
         self._walk = Walk(tree)
-        self._max_blocks = min(log.max_blocks, max(1, FRAME_TOKENS * 4 // log.page_bytes))
+        self._max_blocks = min(log.max_blocks, max(1, FRAME_TOKENS * 4 // log.page_weight))
         self._told = b""  # the last digest told of a node that did not fit into a frame
         self._begun = False
         self._full_cuts: int | None = None  # that there had been when the walk came to its end
@@ -70,7 +70,7 @@ class Snapshot:
             before = building.num_blocks
             self._tell(node, building)
             blocks = building.num_blocks - before
-            budget -= TELL_COST + blocks * self._log.page_bytes // 64 if blocks else LOOK_COST
+            budget -= TELL_COST + self._log.cost(blocks) if blocks else LOOK_COST
         return building.close()
 
     def payload(self, ts: float) -> bytes | None:
@@ -90,7 +90,7 @@ class Snapshot:
         if not isinstance(hashes, bytes) or extras is None or not tiers:
             self._walk.advance(node)
             return
-        size, page_bytes = self._log.hasher.size, self._log.page_bytes
+        size, keys = self._log.hasher.size, self._log.keys
         num_pages = len(hashes) // size
         start = _page_of(self._told, hashes, size) + 1 if self._told else 0
         self._told = b""
@@ -103,7 +103,8 @@ class Snapshot:
             above = node.parent.hashes
             assert above is None or isinstance(above, bytes), "a chain was reached before the one it builds on"
             parent = None if above is None else above[-size:]
-        digests, tokens = hashes[start * size : stop * size], node.key[start * page_bytes : stop * page_bytes]
+        digests = hashes[start * size : stop * size]
+        tokens = node.key[start * keys.page_bytes : stop * keys.page_bytes + keys.over]
         if digests:
             for tier in tiers:
                 building.add(tier, digests, tokens, parent, extras)

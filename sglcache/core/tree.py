@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglcache.core import eviction
 from sglcache.core.eviction import Facts, Policy, Ranked
-from sglcache.core.key import TOKEN_BYTES, Namespace, common_bytes
+from sglcache.core.key import TOKEN_BYTES, Keys, Namespace, common_bytes
 from sglcache.core.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Node:
 
     _text: bytes
     _skip: int
-    num_bytes: int  # of the key
+    num_bytes: int  # of the pages' own tokens
     # The neighbours in the ring of all nodes, towards its start and its end. Of a root, none.
     ahead: Node
     behind: Node
@@ -76,10 +76,10 @@ class Node:
 
     @property
     def key(self) -> bytes:
-        """The run's tokens: uint32 little-endian, whole pages."""
+        """The run: uint32 little-endian, whole pages, and with bigram keys the token behind them."""
         skip = self._skip
         if skip:
-            self._text = self._text[skip : skip + self.num_bytes]
+            self._text = self._text[skip : skip + self.num_bytes + self.space.over]
             self._skip = 0
         return self._text
 
@@ -87,10 +87,10 @@ class Node:
     def key(self, key: bytes) -> None:
         self._text = key
         self._skip = 0
-        self.num_bytes = len(key)
+        self.num_bytes = len(key) - self.space.over if key else 0
 
     def lie_in(self, text: bytes, start: int, end: int) -> None:
-        """Have `text[start:end]` for a key, copied when someone first asks for it.
+        """Have the pages in `text[start:end]` for a key, copied when someone first asks for it.
 
         Most leaves are evicted before anyone does, and on a long prompt the copy is half of a commit. The text is kept
         whole until then: only where what lies around the key is an eighth of it at most.
@@ -101,7 +101,7 @@ class Node:
             self._skip = start
             self.num_bytes = size
         else:
-            self.key = text[start:end]
+            self.key = text[start : end + self.space.over]
 
     def first(self, num_bytes: int) -> bytes:
         """The beginning of `key`, without making one."""
@@ -109,16 +109,17 @@ class Node:
 
     def __repr__(self) -> str:
         runs = [cell for cell in self.cells if isinstance(cell, bytes)]
-        return f"Node({len(self.key) // 4} tokens, cells={runs})"
+        return f"Node({self.num_bytes // TOKEN_BYTES} tokens, cells={runs})"
 
 
 class Space:
     """One namespace: its root, and what its pages' hashes begin with."""
 
-    __slots__ = ("extras", "namespace", "root", "seed")
+    __slots__ = ("extras", "namespace", "over", "root", "seed")
 
-    def __init__(self, namespace: Namespace, seed: bytes, extras: Extras | None) -> None:
+    def __init__(self, namespace: Namespace, seed: bytes, extras: Extras | None, over: int) -> None:
         self.namespace = namespace
+        self.over = over  # see Keys
         self.seed = seed
         self.extras = extras  # what routers know it by; None: they are not told of it
         self.root = Node(self, None, b"", [])
@@ -175,10 +176,12 @@ class Tree:
     """
 
     def __init__(
-        self, page_bytes: int, resources: list[Resource], pools: list[SlotPool], policies: Sequence[Policy]
+        self, keys: Keys, resources: list[Resource], pools: list[SlotPool], policies: Sequence[Policy]
     ) -> None:
         """`pools` stays the caller's: it may put others there before `drop_all`."""
-        self.page_bytes = page_bytes
+        self.page_bytes = keys.page_bytes
+        self.over = keys.over
+        self.span = keys.span
         self.resources = resources
         self.pools = pools
         self.C = len(pools)
@@ -186,7 +189,7 @@ class Tree:
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0
-        self.nowhere = nowhere = Space(Namespace(), b"", None)  # what dropped roots belong to
+        self.nowhere = nowhere = Space(Namespace(), b"", None, keys.over)  # what dropped roots belong to
         self.orders = eviction.orders(
             policies, pools, self.facts, lambda: Node(nowhere, None, b"", self.facts.blank.copy())
         )
@@ -211,17 +214,17 @@ class Tree:
     # -- children -----------------------------------------------------------------------------------------
 
     def child(self, node: Node, key: bytes, start: int) -> Node | None:
-        """The child whose first page is `key[start : start + page_bytes]`."""
+        """The child whose first page is the one at `key[start:]`."""
         children = node.children
         if children is None:
             return None
-        page_bytes = self.page_bytes
+        span = self.span
         if type(children) is Node:
             # startswith on the child's whole run is the common case and needs no slice
-            if key.startswith(children.key, start) or children.key.startswith(key[start : start + page_bytes]):
+            if key.startswith(children.key, start) or children.key.startswith(key[start : start + span]):
                 return children
             return None
-        return children.get(key[start : start + page_bytes])  # type: ignore[union-attr]
+        return children.get(key[start : start + span])  # type: ignore[union-attr]
 
     def children(self, node: Node) -> Iterator[Node]:
         children = node.children
@@ -233,22 +236,25 @@ class Tree:
             yield from children.values()  # type: ignore[union-attr]
 
     def add(self, parent: Node, text: bytes, start: int = 0, end: int | None = None) -> Node:
-        """A new node of `text[start:end]`, without any cell, under `parent`, which has no child that starts alike."""
+        """A new node of the pages in `text[start:end]`, without any cell, under `parent`: no child starts alike there.
+
+        None: the whole text is the run.
+        """
         facts = self.facts
         node = Node(parent.space, parent, b"", facts.blank.copy())
-        node.lie_in(text, start, len(text) if end is None else end)
+        node.lie_in(text, start, len(text) - self.over if end is None else end)
         if facts.depth:
             self._deepened(node)
         children = parent.children
         if children is None:
             parent.children = node
         else:
-            page_bytes = self.page_bytes
+            span = self.span
             if type(children) is Node:
-                children = parent.children = {children.first(page_bytes): children}
+                children = parent.children = {children.first(span): children}
             elif len(children) == FANOUT and type(children) is dict:  # type: ignore[arg-type]
                 children = parent.children = Fanout(children)
-            children[node.first(page_bytes)] = node  # type: ignore[index]
+            children[node.first(span)] = node  # type: ignore[index]
         ring = self.start
         last = node.ahead = ring.ahead
         node.behind = ring
@@ -265,7 +271,7 @@ class Tree:
         if type(children) is Node:
             parent.children = None
         else:
-            del children[node.first(self.page_bytes)]  # type: ignore[union-attr]
+            del children[node.first(self.span)]  # type: ignore[union-attr]
             if len(children) == 1:  # type: ignore[arg-type]
                 parent.children = next(iter(children.values()))  # type: ignore[union-attr]
         node.parent = None
@@ -278,28 +284,29 @@ class Tree:
     # -- structure ----------------------------------------------------------------------------------------
 
     def common_pages(self, run: bytes, key: bytes, start: int, end: int) -> int:
-        """Bytes, whole pages, in which a node's run agrees with `key[start:end]`."""
-        same = common_bytes(run, key, start, end)
-        return same - same % self.page_bytes
+        """Bytes, whole pages, in which a node's run agrees with the pages in `key[start:end]`."""
+        same = common_bytes(run, key, start, end + self.over) - self.over
+        return same - same % self.page_bytes if same > 0 else 0
 
     def split(self, node: Node, at: int) -> Node:
-        """Cut `node` at byte `at` of its run, a page's end inside it; the new upper half. Emits nothing.
+        """Cut `node` at byte `at` of its pages, a page's end inside it; the new upper half. Emits nothing.
 
         Pins, slot slices, hashes, what is being written and what policies ask for go to both halves.
         """
         parent = node.parent
         assert parent is not None
-        assert 0 < at < len(node.key), f"split at {at} of {len(node.key)}"
+        assert 0 < at < node.num_bytes, f"split at {at} of {node.num_bytes}"
         cells = node.cells
         above = cells.copy()  # what is not said otherwise is alike
-        head = Node(node.space, parent, node.key[:at], above)
-        node.key = node.key[at:]
+        key = node.key
+        head = Node(node.space, parent, key[: at + self.over], above)
+        node.key = key[at:]
         num_pages = at // self.page_bytes
         children = parent.children
         if type(children) is Node:
             parent.children = head
         else:
-            children[head.key[: self.page_bytes]] = head  # type: ignore[index]
+            children[head.key[: self.span]] = head  # type: ignore[index]
         head.children = node
         node.parent = head
         ahead = head.ahead = node.ahead
@@ -318,7 +325,7 @@ class Tree:
         if hashes is None:
             pass
         elif isinstance(hashes, bytes):
-            cut = len(hashes) // ((len(node.key) + at) // self.page_bytes) * num_pages
+            cut = len(hashes) // ((node.num_bytes + at) // self.page_bytes) * num_pages
             head.hashes, node.hashes = hashes[:cut], hashes[cut:]
         else:
             middle = hashes.start + num_pages
@@ -354,14 +361,17 @@ class Tree:
             return 0
         top = chain[-1]
         chain.reverse()
-        old_first = top.key[: self.page_bytes]
+        old_first = top.key[: self.span]
         parent = top.parent
         assert parent is not None
         for c, order in enumerate(self.orders):
             if cells[c] is not None:
                 cells[c] = self.resources[c].join([each.cells[c] for each in chain])
                 order.join(top, node)
-        node.key = b"".join([each.key for each in chain])
+        if self.over:  # which the next one begins with
+            node.key = b"".join([*[each.key[: each.num_bytes] for each in chain[:-1]], node.key])
+        else:
+            node.key = b"".join([each.key for each in chain])
         if node.hashes is not None:
             node.hashes = b"".join([each.hashes for each in chain])  # type: ignore[misc]
         children = parent.children

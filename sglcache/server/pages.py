@@ -53,6 +53,7 @@ class RankPages:
             "protocol": control.PROTOCOL,
             "model_name": config.model_name,
             "page_size": config.pool.page_size,
+            "bigram": config.pool.bigram,
             "dp_size": parallel.dp_size,
             "pp_size": parallel.pp_size,
             "hash": config.events.hash,

@@ -386,6 +386,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 rank=seat.offset,
                 max_batch_blocks=events.max_blocks,
                 format=format_of(events),
+                bigram=config.pool.bigram,
                 eviction=policy_of(config.eviction, config.eviction.device),
                 host_eviction=policy_of(config.eviction, config.eviction.host),
             )

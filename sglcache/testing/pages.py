@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from itertools import pairwise
 
 import xxhash
 
@@ -40,13 +41,16 @@ def seed_of(namespace: NamespaceTuple) -> bytes:
 class Page:
     """One page of one namespace at one place in one sequence. Interned by a Book: equal pages are the same object."""
 
-    __slots__ = ("depth", "digest", "hash", "namespace", "parent", "tokens")
+    __slots__ = ("depth", "digest", "hash", "namespace", "parent", "tokens", "words")
 
-    def __init__(self, namespace: NamespaceTuple, parent: Page | None, tokens: bytes, digest: bytes) -> None:
+    def __init__(
+        self, namespace: NamespaceTuple, parent: Page | None, tokens: bytes, words: bytes, digest: bytes
+    ) -> None:
         self.namespace = namespace
         self.parent = parent  # None: the first of its namespace
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.tokens = tokens  # its own, uint32 LE
+        self.words = words  # as they are hashed and told of: the same, or of bigrams each with the one behind it
         self.digest = digest
         self.hash: int = struct.unpack(">q", digest[:8])[0]
 
@@ -59,10 +63,14 @@ class Page:
 
 
 class Book:
-    """Every page met so far, for one page size and hash: one object for each namespace and sequence of tokens."""
+    """Every page met so far, for one page size and hash: one object for each namespace and sequence of tokens.
 
-    def __init__(self, page_size: int, hash_name: str) -> None:
+    `bigram`: a page is named by its tokens and the one behind them, as pairs.
+    """
+
+    def __init__(self, page_size: int, hash_name: str, bigram: bool = False) -> None:
         self.page_bytes = page_size * TOKEN_BYTES
+        self.bigram = bigram
         self.hash_name = hash_name
         self.by_digest: dict[bytes, Page] = {}
         self.by_hash: dict[int, Page] = {}
@@ -70,18 +78,23 @@ class Book:
         self._pages: dict[tuple[Page | NamespaceTuple, bytes], Page] = {}
 
     def path(self, namespace: NamespaceTuple, tokens: bytes, after: Page | None = None) -> tuple[Page, ...]:
-        """The whole pages of `tokens` in order, behind the page `after`; a short last page is none."""
+        """The pages of `tokens` in order, behind the page `after`; a last one that is short or has no name is none."""
         namespace = (namespace[0], namespace[1], namespace[2])
         path: list[Page] = []
         size = self.page_bytes
         parent = after
         for start in range(0, len(tokens) - size + 1, size):
-            own = tokens[start : start + size]
-            key = (namespace if parent is None else parent, own)
+            own = words = tokens[start : start + size]
+            if self.bigram:
+                if start + size == len(tokens):
+                    break
+                ids = struct.unpack_from(f"<{size // TOKEN_BYTES + 1}I", tokens, start)
+                words = b"".join(struct.pack("<II", *pair) for pair in pairwise(ids))
+            key = (namespace if parent is None else parent, words)
             page = self._pages.get(key)
             if page is None:
                 before = seed_of(namespace) if parent is None else parent.digest
-                page = Page(namespace, parent, own, digest_of(self.hash_name, before + own))
+                page = Page(namespace, parent, own, words, digest_of(self.hash_name, before + words))
                 self._pages[key] = self.by_digest[page.digest] = self.by_hash[page.hash] = page
             path.append(page)
             parent = page

@@ -69,6 +69,7 @@ def config(choose: Chooser) -> dict[str, Any]:
         "first_seq": choose.item((1, 1 << 40)),
         "rank": choose.integer(0, 2),
         "max_batch_blocks": choose.item((4096, 3)),
+        "bigram": choose.integer(0, 3) == 3,
         "eviction": policy(choose, page_size),
         "host_eviction": policy(choose, page_size),
         **slices,
@@ -201,9 +202,9 @@ class Program:
         room = choose.integer(0, 4 * rig.page_size) if not choose.integer(0, 3) else None
         exact = None
         if not choose.integer(0, 4):  # as agreed with others that hold as much, more or less
-            matched = rig.model.match(rig.book.path(namespace, key), limit)[1]
-            most = len(key) // TOKEN_BYTES // rig.page_size
-            exact = rig.page_size * min(most, max(0, matched + choose.integer(-1, 1)))
+            path = rig.book.path(namespace, key)
+            matched = rig.model.match(path, limit)[1]
+            exact = rig.page_size * min(len(path), max(0, matched + choose.integer(-1, 1)))
             limit = None
         rig.acquire(
             choose.item(runners),

@@ -128,7 +128,7 @@ class Rig:
     def __init__(self, *, checks: bool = True, **config: Any) -> None:
         self.config = IndexConfig(**config)
         self.page_size = self.config.page_size
-        self.book = Book(self.page_size, self.config.hash_name)
+        self.book = Book(self.page_size, self.config.hash_name, self.config.bigram)
         self.index = Watched(self.config, self.book)
         self.model = Model(
             self.book,
@@ -631,7 +631,7 @@ class Rig:
     def plan_commit(self, runner: Runner, lease: LeaseModel, tokens: int | None = None) -> Item:
         """Give a commit its ticket. From now on its event may be done; `issue` sends the command."""
         have = len(lease.tokens) // TOKEN_BYTES
-        pages = min((have if tokens is None else tokens) // self.page_size, len(lease.table))
+        pages = min((have if tokens is None else tokens) // self.page_size, len(lease.table), len(lease.path))
         item = Item("commit", lease, runner.next_ticket, self._request(), pages, whole=tokens is None)
         return self._plan(runner, item)
 
@@ -655,7 +655,7 @@ class Rig:
         def send() -> None:
             if item.kind == "commit":
                 tokens: int | None = item.pages * self.page_size
-                have = min(len(item.lease.tokens) // TOKEN_BYTES // self.page_size, len(item.lease.table))
+                have = min(len(item.lease.path), len(item.lease.table))
                 if item.whole and item.pages == have:
                     tokens = None
                 self.index.commit(session, item.request, lease, item.ticket, seen=item.seen, tokens=tokens)
@@ -986,7 +986,7 @@ class Rig:
         dumped: list[set[Page]] = [set(), set()]
         for nodes in self.index.walk(3):
             for node in nodes:
-                size = len(node.digests) // (len(node.tokens) // self.book.page_bytes)
+                size = self.index.hasher.size
                 before = node.parent_digest
                 for i in range(len(node.digests) // size):
                     page = self.book.by_digest[node.digests[i * size : (i + 1) * size]]

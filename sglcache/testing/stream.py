@@ -25,6 +25,7 @@ from sglcache.testing.pages import Page
 from sglcache.testing.programs import Chooser, Program, SeededChooser, config
 from sglcache.testing.rig import Rig
 from sglcache.units import Tier
+from sglcache.wire.events import Token
 
 TIERS = (Tier.DEVICE, Tier.HOST)
 Held: TypeAlias = tuple[frozenset[Page], frozenset[Page]]  # by tier
@@ -325,7 +326,9 @@ class World:
 
 
 def _block(page: Page) -> Block:
-    tokens = tuple(np.frombuffer(page.tokens, "<u4").tolist())
+    words = np.frombuffer(page.words, "<u4").tolist()
+    pairs = len(page.words) > len(page.tokens)
+    tokens: tuple[Token, ...] = tuple(zip(words[::2], words[1::2], strict=True)) if pairs else tuple(words)
     return Block(None if page.parent is None else page.parent.hash, tokens, page.namespace[0], page.namespace[2])
 
 

@@ -89,12 +89,15 @@ class Subscriber:
         assert len(tokens) == len(hashes) * self.page_size
         tier = MEDIA[event["medium"]]
         parent_hash = event["parent_block_hash"]
+        if self.book.bigram:
+            assert all(isinstance(pair, list) and len(pair) == 2 for pair in tokens)
+            tokens = [token for pair in tokens for token in pair]
         packed = b"".join(token.to_bytes(4, "little") for token in tokens)
-        size = self.book.page_bytes
+        size = self.book.page_bytes * (2 if self.book.bigram else 1)
         for i, value in enumerate(hashes):
             page = self.book.by_hash.get(value)
             assert page is not None, f"hash {value} is no page's that was ever committed"
-            assert page.tokens == packed[i * size : (i + 1) * size], f"{page} was announced with other tokens"
+            assert page.words == packed[i * size : (i + 1) * size], f"{page} was announced with other tokens"
             assert page.namespace == (event.get("lora_name"), None, event.get("cache_salt")), f"{page}: {event}"
             want = None if page.parent is None else page.parent.hash
             assert parent_hash == want, f"{page} was announced under {parent_hash}, its parent is {want}"

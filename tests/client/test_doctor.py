@@ -88,6 +88,12 @@ def test_withheld_tokens_keep_an_indexer_from_believing_anything(tmp_path: Path)
         assert (found["indexer"].state, found["indexer"].remedy) == ("failed", 'set events.token_ids = "clear"')
 
 
+@pytest.mark.parametrize("token_ids", ["clear", "none"])
+def test_keys_of_pairs_are_right_too(token_ids: str, tmp_path: Path) -> None:
+    with Daemon(tmp_path, **HTTP, pool={"bigram": True}, events={"token_ids": token_ids}) as daemon:
+        assert states(look(daemon)) == RIGHT
+
+
 def test_every_replica_is_looked_at(tmp_path: Path) -> None:
     base = free_ports(8)
     events = {"endpoint": f"tcp://127.0.0.1:{base}", "replay_endpoint": f"tcp://127.0.0.1:{base + 4}"}

@@ -42,6 +42,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "loads": ({"num_pages": 10, "host_pages": 40}, False),  # what is evicted from the device is still on the host
     "slices": ({"evict_slice": 1, "cut_slice": 8}, False),  # acquires that wait for room, batches that wait for a cut
     "small tables": ({}, True),
+    "bigrams": ({"bigram": True}, False),
+    "bigrams in small tables": ({"bigram": True, "max_batch_blocks": 3, "cut_slice": 4}, True),
 }
 
 

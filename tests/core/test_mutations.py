@@ -349,6 +349,54 @@ MUTATIONS = [
         "entry = old.pop(0)",
         by=small_heaps,
     ),
+    # -- bigram keys
+    mutation(
+        "a page matches whatever is behind it", Tree, "common_pages", " - self.over", "", bigram=True, page_size=4
+    ),
+    mutation(
+        "a page's child is found by its own tokens", Index, "_match", "self.tree.span", "self.page_bytes", bigram=True
+    ),
+    mutation("a run ends with its pages", tree.Node, "lie_in", "end + self.space.over]", "end]", bigram=True),
+    mutation("a cut loses the token behind it", Tree, "split", "key[: at + self.over]", "key[:at]", bigram=True),
+    mutation("joined runs say a token twice", Tree, "merge", "if self.over:", "if False:", bigram=True),
+    mutation(
+        "pages without a name are committed",
+        Index,
+        "commit",
+        "min(num_pages, ",
+        "max(num_pages, ",
+        bigram=True,
+    ),
+    mutation(
+        "a match may be all tokens", Index, "acquire", "min(length - over, limit", "min(length, limit", bigram=True
+    ),
+    mutation(
+        "bigrams are hashed as tokens",
+        eventlog.Chain,
+        "resolve",
+        "keys.words(run), keys.word_bytes",
+        "run, keys.page_bytes",
+        bigram=True,
+    ),
+    mutation(
+        "a slice of hashes ends with its pages",
+        eventlog.Chain,
+        "resolve",
+        "tokens[done : stop + keys.over]",
+        "tokens[done:stop]",
+        bigram=True,
+        cut_slice=1,
+    ),
+    mutation(
+        "a part of an event ends with its pages",
+        EventLog,
+        "_add",
+        "* keys.page_bytes + keys.over]",
+        "* keys.page_bytes]",
+        bigram=True,
+        max_batch_blocks=3,
+    ),
+    mutation("bigrams are told of as tokens", EventLog, "_pack", "if self.keys.bigram:", "if False:", bigram=True),
     # -- events
     mutation(
         "a match emits",
@@ -577,7 +625,7 @@ MUTATIONS = [
         host_pages=8,
     ),
     # -- the rest
-    mutation("a limit is not kept", Index, "acquire", "min(length, limit * TOKEN_BYTES)", "length"),
+    mutation("a limit is not kept", Index, "acquire", "min(length - over, limit * TOKEN_BYTES)", "length - over"),
     mutation("pins outlive their time", Index, "expire", "pin.expires_at <= now", "pin.expires_at < now"),
     mutation(
         "the version does not say that a page came",
@@ -737,6 +785,6 @@ def test_the_same_programs_pass_without_a_bug() -> None:
     two_requests_one_sequence()
     small_heaps()
     whoever_waits_is_refused()
-    for fixed in ({}, TWO_TIERS, LOADS, TWO_POLICIES):
+    for fixed in ({}, TWO_TIERS, LOADS, TWO_POLICIES, {"bigram": True}):
         for seed in range(30):
             run(seed, **fixed)

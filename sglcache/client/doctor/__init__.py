@@ -71,7 +71,7 @@ def _follow(options: Options, server: Server, sources: list[Source], runner: Run
     if not sources:
         yield skipped("blocks", "the control sockets are on the daemon's host: run this there to see blocks arrive")
         return
-    with Mirror.of(server.sources, curve=options.curve, hash_name=server.hash_name) as mirror:
+    with Mirror.of(server.sources, curve=options.curve, hash_name=server.hash_name, bigram=server.bigram) as mirror:
         for source in sources:
             findings = list(runner.examine(mirror, source.rank, heard[source.rank]))
             yield from findings

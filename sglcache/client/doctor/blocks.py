@@ -34,6 +34,11 @@ class Prompt(NamedTuple):
     hidden: bool = False  # the stream tells the salt as the hex of its sha256
 
     @property
+    def num_cached(self) -> int:
+        """Tokens of its whole pages: all but the last one."""
+        return len(self.tokens) - 1
+
+    @property
     def names(self) -> dict[str, str]:
         """As a router asks for it."""
         if self.lora is not None:
@@ -67,7 +72,8 @@ class Runner:
 
     def new_tokens(self) -> list[int]:
         random = secrets.SystemRandom()
-        return [random.randrange(VOCAB) for _ in range(PAGES * self.server.block_size)]
+        # One more than the pages hold: with bigram keys the last page has no name before that one.
+        return [random.randrange(VOCAB) for _ in range(PAGES * self.server.block_size + 1)]
 
     def put(self, prompts: list[Prompt]) -> None:
         """Be their rank's runner. Nothing is computed: nobody will ever read these pages."""
@@ -78,7 +84,8 @@ class Runner:
                 self._clients[prompt.rank] = self._held.enter_context(client)
             if client.geometry.host_pages:
                 self.has_host.add(prompt.rank)
-            lease = client.acquire(prompt.tokens, lora=prompt.lora, cache_salt=prompt.salt)
+            room = prompt.num_cached
+            lease = client.acquire(prompt.tokens, lora=prompt.lora, cache_salt=prompt.salt, room=room)
             self._held.enter_context(lease).commit()
 
     def close(self) -> None:
@@ -136,7 +143,7 @@ class Runner:
             return
         for prompt in self.prompts:
             packed = b"".join(token.to_bytes(4, "little") for token in prompt.tokens)
-            wanted = set(named(name)(packed, self.server.block_size, prompt.lora, prompt.salt))
+            wanted = set(named(name, self.server.bigram)(packed, self.server.block_size, prompt.lora, prompt.salt))
             if prompt.rank == rank and not wanted <= mirror.hashes(Tier.DEVICE, rank):
                 remedy = "a router that computes hashes must not follow this daemon; update one of the two"
                 yield failed(f"rank {rank} hashes", f"the stream's names are not the tokens' {name}", remedy)
@@ -156,7 +163,7 @@ class _View:
         deadline = time.monotonic() + self._timeout_s
         while True:
             for prompt in told:
-                if self.held(prompt, prompt.names, tier) == len(prompt.tokens):
+                if self.held(prompt, prompt.names, tier) == prompt.num_cached:
                     return prompt
             if time.monotonic() > deadline:
                 return None

@@ -87,13 +87,13 @@ class Dynamo:
         missing = list(prompts)
 
         def all_there() -> bool:
-            missing[:] = [each for each in missing if self._asked(each, each.names) != len(each.tokens)]
+            missing[:] = [each for each in missing if self._asked(each, each.names) != each.num_cached]
             return not missing
 
         if self._wait(all_there):
             return None
         first = missing[0]
-        return f"{first}: it has {self._asked(first, first.names)} of {len(first.tokens)} tokens"
+        return f"{first}: it has {self._asked(first, first.names)} of {first.num_cached} tokens"
 
     def _asked(
         self, prompt: Prompt, names: dict[str, str], model: str | None = None, instance: int | None = None
@@ -147,7 +147,7 @@ class Dynamo:
 
             def there(prompt: Prompt = prompt) -> bool:
                 got = self._asked(prompt, prompt.names, worker.model, worker.instance)
-                return got == len(prompt.tokens)
+                return got == prompt.num_cached
 
             if self._wait(there):
                 yield ok(label, f"it follows rank {rank}")
