@@ -129,7 +129,7 @@ class Order(Protocol):
         ...
 
     def alike(self, up: Node, low: Node) -> bool:
-        """Whether nobody can tell a node and its only child, both unlocked, from one."""
+        """Whether nobody can tell a node and its only child, whose locks are alike, from one."""
         ...
 
     def join(self, top: Node, low: Node) -> None:
@@ -225,13 +225,15 @@ class Recency:
             fresher.cells[self.older] = head
 
     def alike(self, up: Node, low: Node) -> bool:
-        """Neighbours: nothing can go between the two."""
-        return low.cells[self.fresher] is up
+        """Neighbours: nothing can go between the two. Locked ones will be when they are unlocked together."""
+        fresher = low.cells[self.fresher]
+        return fresher is up or fresher is None
 
     def join(self, top: Node, low: Node) -> None:
         fresher = top.cells[self.fresher]
-        low.cells[self.fresher] = fresher
-        fresher.cells[self.older] = low
+        if fresher is not None:
+            low.cells[self.fresher] = fresher
+            fresher.cells[self.older] = low
 
     def check(self, holders: Iterator[Node], found: list[str]) -> Iterator[None]:
         places: dict[Node, int] = {}
@@ -457,8 +459,12 @@ class Ranked:
             self._push(node)
 
     def alike(self, up: Node, low: Node) -> bool:
-        """The same time, and on the same side of what the policy divides: the upper goes right after the lower."""
-        return self.key(up) == self.key(low)
+        """On the same side of what the policy divides, and of the same time: the upper goes right after the lower.
+
+        Of locked ones it is the access that is to come.
+        """
+        above, below = self.key(up), self.key(low)
+        return above == below or (self.recent and low.cells[self.lock] > 0 and above[0] == below[0])
 
     def join(self, top: Node, low: Node) -> None:
         pass

@@ -900,11 +900,11 @@ class Index:
         fresh = pool.take(num_fresh)
         pool.leased += num_fresh
         lease.waiting = False
-        lease.slots = b"".join([*[node.cells[DEVICE] for node in on_device], *fresh])
+        lease.slots = table = b"".join([*[node.cells[DEVICE] for node in on_device], *fresh])
         size = self.config.page_size
         device_tokens = lease.committed * size
         if not on_host:
-            return Grant(lease.id, device_tokens, 0, lease.slots, None)
+            return Grant(lease.id, device_tokens, 0, table, None)
         source = b"".join([node.cells[HOST] for node in on_host])
         num_pages = len(source) // SLOT_BYTES
         load = lease.load = Ticket(TicketId(self._id()), Tier.DEVICE, on_host[-1], num_pages, lease)
@@ -912,9 +912,9 @@ class Index:
         self.counters["load_pages"] += num_pages
         name = self.resources[DEVICE].name
         start = lease.committed * SLOT_BYTES
-        target = lease.slots[start : start + len(source)]
+        target = table[start : start + len(source)]
         self._effects.append(Copy(load.id, name, Tier.HOST, Tier.DEVICE, source, target, lease.id))
-        return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, lease.slots, load.id)
+        return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, table, load.id)
 
     def _growth(self, s: Session, item: Extension) -> tuple[Lease, int]:
         """Whom an item extends, and by how many pages. Changes nothing."""
@@ -948,7 +948,7 @@ class Index:
             if num_fresh:
                 fresh = b"".join(pool.take(num_fresh))
                 pool.leased += num_fresh
-                lease.slots += fresh
+                lease.append_slots(fresh)
             results.append(fresh)
         return Extended(results)
 
@@ -1098,7 +1098,7 @@ class Index:
             lease.id,
             lease.committed * self.config.page_size,
             first,
-            lease.slots[first * SLOT_BYTES : lease.committed * SLOT_BYTES] if renamed else b"",
+            bytes(lease.slots[first * SLOT_BYTES : lease.committed * SLOT_BYTES]) if renamed else b"",
             lost // SLOT_BYTES,
             reply,
         )
@@ -1114,8 +1114,9 @@ class Index:
         self._moves += 1
         page_bytes = self.page_bytes
         tree, pool = self.tree, self.pools[DEVICE]
-        start, end = lease.committed * page_bytes, num_pages * page_bytes
-        key = lease.tokens
+        key, start = lease.text(lease.committed * page_bytes)
+        left_out = lease.committed * page_bytes - start
+        end = num_pages * page_bytes - left_out
         slots = lease.slots
         before = lease.node
         node = before if before is not None else self._space(lease.namespace).root
@@ -1123,17 +1124,17 @@ class Index:
         better: list[tuple[int, bytes]] = []  # (byte of the page table, slots) where the tree had them
         changed: list[Node] = []
         while start < end:
-            at = start // page_bytes * SLOT_BYTES
+            at = (left_out + start) // page_bytes * SLOT_BYTES
             child = tree.child(node, key, start)
             if child is None:
                 node = tree.add(node, key, start, end)
-                node.cells[DEVICE] = slots[at : num_pages * SLOT_BYTES]
+                node.cells[DEVICE] = bytes(slots[at : num_pages * SLOT_BYTES])
                 changed.append(node)
                 break
             if not (start + child.num_bytes <= end and key.startswith(child.key, start)):
                 child = tree.split(child, tree.common_pages(child.key, key, start, end))
             start += child.num_bytes
-            mine = slots[at : start // page_bytes * SLOT_BYTES]
+            mine = bytes(slots[at : (left_out + start) // page_bytes * SLOT_BYTES])
             run = child.cells[DEVICE]
             if run is None:
                 child.cells[DEVICE] = mine
@@ -1148,10 +1149,10 @@ class Index:
         lost = 0
         if better:
             lost = sum(map(len, duplicates)) // SLOT_BYTES
-            table = bytearray(slots)
+            table = slots if isinstance(slots, bytearray) else bytearray(slots)
             for at, run in better:
                 table[at : at + len(run)] = run
-            lease.slots = bytes(table)
+            lease.slots = table
             lease.renamed = True
         pool.leased -= given - lost
         pool.cached += given - lost

@@ -26,7 +26,7 @@ class Lease:
     session_id: str | None = None  # of the request, for the events; nothing else looks at it
     priority = 0  # of the request, for the policies of eviction that ask for it
     counted: Node | None = None  # where the part of its path ends that has been told that it was used
-    slots = b""  # int32 [num_pages]: the page table as the runner last heard it
+    slots: bytes | bytearray = b""  # int32 [num_pages]: the page table as the runner last heard it
     node: Node | None = None  # where the device pin ends, `committed` pages deep; None: at the root
     host_node: Node | None = None  # where the host pin ends
     committed = 0  # pages from here on are the lease's own
@@ -38,6 +38,7 @@ class Lease:
     extending = False  # for room for more of them
     releasing = False
     cancelling: int | None = None  # the request that is answered when the load-back is over and all is given back
+    _base = 0  # the byte of the sequence with which `_tokens` begins
     _more: list[bytes] | None = None
 
     def __init__(self, id: LeaseId, session: Session, namespace: Namespace, tokens: bytes) -> None:
@@ -48,13 +49,17 @@ class Lease:
         self.num_bytes = len(tokens)
         self.duplicates: list[tuple[int, bytes]] = []  # (number of the reply that named better ones, slots)
 
-    @property
-    def tokens(self) -> bytes:
-        """uint32 little-endian, `num_bytes` of them."""
+    def text(self, start: int) -> tuple[bytes, int]:
+        """The tokens from byte `start` of the sequence on: uint32 little-endian, and where in it they begin.
+
+        What is before them is not asked for again, and may be left out: else a prompt that is committed chunk by chunk
+        would be copied as often.
+        """
         if self._more:
-            self._tokens = b"".join([self._tokens, *self._more])
+            self._tokens = b"".join([self._tokens[start - self._base :], *self._more])
+            self._base = start
             self._more = None
-        return self._tokens
+        return self._tokens, start - self._base
 
     def append(self, tokens: bytes) -> None:
         """More tokens, joined when someone asks: decoding brings one a step, and a long context isn't copied for it."""
@@ -64,6 +69,12 @@ class Lease:
             self._more.append(tokens)
             self.num_bytes += len(tokens)
 
+    def append_slots(self, slots: bytes) -> None:
+        """More pages; the table is copied for the first of them, and not for each."""
+        if type(self.slots) is bytes:
+            self.slots = bytearray(self.slots)
+        self.slots += slots
+
     @property
     def num_pages(self) -> int:
         return len(self.slots) // SLOT_BYTES
@@ -71,7 +82,7 @@ class Lease:
     @property
     def own_slots(self) -> bytes:
         """Every slot that the lease owns and the tree does not."""
-        own = self.slots[self.committed * SLOT_BYTES :]
+        own = bytes(self.slots[self.committed * SLOT_BYTES :])
         return b"".join([own, *[slots for _, slots in self.duplicates]]) if self.duplicates else own
 
     def __repr__(self) -> str:

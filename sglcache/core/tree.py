@@ -339,24 +339,31 @@ class Tree:
     def merge(self, node: Node, limit: int = 16) -> int:
         """Join `node` with the ancestors that differ from it in nothing, at most `limit` of them; how many.
 
-        A parent is joined if `node` is its only child, their cells are alike, nothing locks or writes either, and no
-        order of eviction can tell the two from one. Silent.
+        A parent is joined if `node` is its only child, their cells are alike, nothing writes either, whoever locks the
+        one locks the other, and no order of eviction can tell the two from one. Silent. While they are locked a longer
+        one waits until what would join it has grown: so of a prompt that is committed and copied piece by piece each
+        byte is moved a few times, and the path that each copy locks stays short.
         """
         C = self.C  # noqa: N806
         cells = node.cells
-        if node.writing or any(cells[C : 2 * C]):
+        if node.writing:  # else no ancestor that is alike is either
             return 0
         digests = type(node.hashes)
         chain = [node]
         low = node
+        num_bytes = node.num_bytes
+        locked = any(cells[C : 2 * C])
         while len(chain) <= limit:
             up = low.parent
             if up is None or up.parent is None or up.children is not low:
                 break
-            if up.writing or type(up.hashes) is not digests or not self._alike(up, low):
+            if type(up.hashes) is not digests or not self._alike(up, low):
+                break
+            if locked and up.num_bytes > 2 * num_bytes:
                 break
             chain.append(up)
             low = up
+            num_bytes += up.num_bytes
         if len(chain) == 1 or (node.hashes is not None and not isinstance(node.hashes, bytes)):
             return 0
         top = chain[-1]
@@ -422,9 +429,10 @@ class Tree:
             order.changed(node)
 
     def _alike(self, up: Node, low: Node) -> bool:
+        """Equal counts are equal holders: who holds a node holds its parent, and who ends at the parent does not."""
         above, below, C = up.cells, low.cells, self.C  # noqa: N806
         for c, order in enumerate(self.orders):
-            if above[C + c] or (above[c] is None) is not (below[c] is None):
+            if above[C + c] != below[C + c] or (above[c] is None) is not (below[c] is None):
                 return False
             if above[c] is not None and not order.alike(up, low):
                 return False
