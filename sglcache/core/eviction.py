@@ -103,6 +103,7 @@ class Order(Protocol):
     """The locks of one cell, and its unlocked nodes in the order in which they go."""
 
     policy: Policy
+    effort: int  # of finding a victim and taking it out; lru's is 1
 
     def pin(self, node: Node | None, stop: Node | None = None) -> None:
         """lock_ref + 1 on every node from `node` up to the root (or up to and without `stop`).
@@ -152,11 +153,12 @@ class Recency:
     before its parent, and the first is a leaf. No heap, no clock, no set of leaves.
     """
 
-    __slots__ = ("cell", "end", "fresher", "lock", "older", "policy", "pool")
+    __slots__ = ("cell", "effort", "end", "fresher", "lock", "older", "policy", "pool")
 
     def __init__(self, cell: int, num_cells: int, pool: SlotPool, end: Node) -> None:
         """`end`: a node that is in no tree; fresher than it is the oldest, older than it the freshest."""
         self.policy = LRU
+        self.effort = 1
         self.cell = cell
         self.lock, self.older, self.fresher = (stride * num_cells + cell for stride in (1, 2, 3))
         self.end = end
@@ -283,6 +285,7 @@ class Ranked:
     __slots__ = (
         "cell",
         "clock",
+        "effort",
         "entry",
         "facts",
         "heap",
@@ -300,6 +303,7 @@ class Ranked:
 
     def __init__(self, policy: Policy, cell: int, num_cells: int, pool: SlotPool, facts: Facts) -> None:
         self.policy = policy
+        self.effort = 3
         self.key: Callable[[Node], Key] = getattr(self, f"_{policy.name}")
         self.recent = policy.name not in BY_CREATION
         self.cell = cell

@@ -62,7 +62,7 @@ class IndexConfig:
     bigram: bool = False  # see `Keys`
     eviction: Policy = LRU  # which pages of the device go first
     host_eviction: Policy = LRU
-    evict_slice: int = 500  # victims a call may take: about 1 ms, 2 where the caches are cold
+    evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
 
@@ -1262,11 +1262,11 @@ class Index:
     def _evict(self, c: int, num_pages: int) -> bool:
         """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before."""
         pool, order = self.pools[c], self.orders[c]
-        left = self.config.evict_slice
+        left, effort = self.config.evict_slice, order.effort
         while pool.free < num_pages:
-            if left == 0:
+            if left <= 0:
                 return False
-            left -= 1
+            left -= effort
             node = order.victim()
             if node is not None:
                 self._drop(c, node)
@@ -1464,10 +1464,10 @@ class Index:
         job = self._clearing[0]
         c = job[0]
         left = self.config.evict_slice
-        pool = self.pools[c]
-        while job[1] > 0 and left:
-            left -= 1
-            node = self.orders[c].victim()
+        pool, order = self.pools[c], self.orders[c]
+        while job[1] > 0 and left > 0:
+            left -= order.effort
+            node = order.victim()
             if node is None:
                 if not pool.evictable:
                     job[1] = 0

@@ -274,7 +274,7 @@ def test_refusals_are_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", RANKED)
 def test_long_evictions_go_in_slices(name: str) -> None:
-    r, runner = rig(name, num_pages=24, evict_slice=3)
+    r, runner = rig(name, num_pages=24, evict_slice=9)
     for first in range(24):
         put(r, runner, runs(first))
     assert r.acquire(runner, runs(*range(100, 110))) is None
