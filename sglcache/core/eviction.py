@@ -75,12 +75,12 @@ class Facts:
 
     __slots__ = ("blank", "by_use", "depth", "history", "hits", "kids", "kinds", "priority")
 
-    def __init__(self, policies: Sequence[Policy]) -> None:
+    def __init__(self, policies: Sequence[Policy], hits: bool = False) -> None:
         count = len(policies)
         names = {policy.name for policy in policies}
         self.blank: list[Any] = [None] * count + [0] * count + [None] * (2 * count)  # the cells of a new node
         self.kids = [0 if policy.name == "lru" else self._place(0) for policy in policies]
-        self.hits = self._place(0) if names & {"lfu", "slru"} else 0
+        self.hits = self._place(0) if hits or names & {"lfu", "slru"} else 0
         self.priority = self._place(LOWEST) if "priority" in names else 0
         self.depth = self._place(0) if "tlru" in names else 0
         self.history = self._place(0) if "tlru" in names else 0

@@ -5,7 +5,7 @@ what is to be done in the world leaves through `drain`. Around it: `tree` (nodes
 `slots` (free lists and counts), `leases` (who holds what), `eventlog` (what routers are told), `invariants`
 (the proof).
 
-Presence of a page in a tier changes in `_change` and nowhere else, and `_change` is what emits (law 5).
+Presence of a page in a tier changes in `change` and nowhere else, and `change` is what emits (law 5).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
 from sglcache.core.resources import Full
 from sglcache.core.slots import SLOT_BYTES, SlotPool
 from sglcache.core.snapshot import Snapshot
+from sglcache.core.tiering import WRITE_THROUGH, Backups, WritePolicy
 from sglcache.core.tree import Node, Space, Tree
 from sglcache.errors import (
     BadRequest,
@@ -62,6 +63,9 @@ class IndexConfig:
     bigram: bool = False  # see `Keys`
     eviction: Policy = LRU  # which pages of the device go first
     host_eviction: Policy = LRU
+    write_policy: WritePolicy = WRITE_THROUGH  # what is copied to the host, and when
+    load_back_threshold: int = 0  # tokens: a host hit of fewer is computed again
+    load_back_quota: int = 0  # pages that may be on their way from the host at once; 0: as many as there are
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -150,9 +154,11 @@ COUNTERS = (
     "demoted_pages",
     "backup_pages",
     "backup_pages_skipped",
+    "backups_retried",
     "backups_failed",
     "load_pages",
     "loads_failed",
+    "loads_declined",
     "refused",
     "unpublished_pages",
     "sessions_ended",
@@ -173,7 +179,8 @@ class Index:
         full = Full()
         self.resources = [full] * len(self.pools)
         policies = [config.eviction, config.host_eviction][: len(self.pools)]
-        self.tree = Tree(self.keys, list(self.resources), self.pools, policies)
+        write_policy = config.write_policy
+        self.tree = Tree(self.keys, list(self.resources), self.pools, policies, hits=write_policy.selective)
         self.orders = self.tree.orders
         self._by_use = self.tree.facts.by_use
         self.log: EventLog | None = None
@@ -192,13 +199,13 @@ class Index:
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.sessions: dict[SessionId, Session] = {}
         self.leases: dict[LeaseId, Lease] = {}
-        self.writes: deque[Ticket] = deque()  # device to host, in the order they were sent
+        self.backups = Backups(self, write_policy)
+        self.writes = self.backups.writes  # device to host, in the order they were sent
         self.loads: dict[TicketId, Ticket] = {}
         self.held = False  # removals are not on the stream yet: no page may be handed on
         self._next_id = 1
         self._effects: list[Effect] = []
         self._waiting: deque[_Waiting] = deque()
-        self._num_written = 0  # write-throughs that are over
         self._stuck: tuple[int, ...] | None = None  # the revision at which the first of them had to wait for a copy
         self._clearing: list[list[int]] = []  # [cell, pages still to evict]
         self._graves: list[Any] = []  # nodes, and tables of them, of trees that were dropped whole
@@ -210,7 +217,7 @@ class Index:
 
     def open_session(self, num_shards: int = 1) -> SessionId:
         """A new session whose tickets are done when `num_shards` events are."""
-        session = Session(SessionId(self._id()), num_shards)
+        session = Session(SessionId(self.new_id()), num_shards)
         self.sessions[session.id] = session
         return session.id
 
@@ -340,6 +347,11 @@ class Index:
             matched_bytes += at
             if partial.cells[DEVICE] is not None:
                 device_bytes += at
+        if matched_bytes != device_bytes and not self._worth_loading((matched_bytes - device_bytes) // page_bytes):
+            del path[on_device:]
+            if partial is not None and partial.cells[DEVICE] is None:
+                partial, at = None, 0
+            matched_bytes = device_bytes
         if exact is not None and matched_bytes != end:
             raise Changed(
                 f"{exact} tokens were to be matched, and {matched_bytes // TOKEN_BYTES} would be now; agree on fewer",
@@ -364,7 +376,7 @@ class Index:
         counters["matched_tokens"] += matched_bytes // TOKEN_BYTES
         counters["host_matched_tokens"] += (matched_bytes - device_bytes) // TOKEN_BYTES
 
-        lease = Lease(LeaseId(self._id()), s, namespace, tokens)
+        lease = Lease(LeaseId(self.new_id()), s, namespace, tokens)
         if session_id is not None:
             lease.session_id = session_id
         if priority:
@@ -381,8 +393,10 @@ class Index:
         if crowded and (self._waiting or not self._make_room(num_fresh)):
             lease.waiting = True
             last = path[-1] if path else None
-            self._waiting.append(_Waiting(request, s, num_fresh, self._num_written, lease, last))
+            self._waiting.append(_Waiting(request, s, num_fresh, self.backups.num_over, lease, last))
             return None
+        if crowded and path:
+            return self._grant(lease, num_fresh, *self._path(lease, path[-1]))
         return self._grant(lease, num_fresh, path[:on_device], path[on_device:])
 
     def extend(self, session: SessionId, request: int, items: Sequence[Extension]) -> Extended | None:
@@ -415,7 +429,7 @@ class Index:
             growths.append(_Growth(lease, item.tokens, num_fresh))
         crowded = need > pool.free or (need > 0 and bool(self._waiting))
         if crowded and (self._waiting or not self._make_room(need)):
-            self._waiting.append(_Waiting(request, s, need, self._num_written, growths=growths))
+            self._waiting.append(_Waiting(request, s, need, self.backups.num_over, growths=growths))
             return None
         return self._extended(growths)
 
@@ -502,6 +516,8 @@ class Index:
             matched += at
             if partial.cells[DEVICE] is not None:
                 device = matched
+        if not self._worth_loading((matched - device) // self.page_bytes, now=False):
+            matched = device
         return Peeked(device // TOKEN_BYTES, matched // TOKEN_BYTES)
 
     def pin(self, session: SessionId, tokens: bytes, namespace: Namespace, owner: str, expires_at: float) -> int:
@@ -579,6 +595,7 @@ class Index:
         cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools)}
         self.pools[:] = [SlotPool(pool.total) for pool in self.pools]
         self._graves += self.tree.drop_all()
+        self.backups.forget()
         self._clearing.clear()
         self.version += 1
         if self.log is not None:
@@ -596,13 +613,7 @@ class Index:
         if load is not None:
             self._loaded(load, ok)
             return
-        for write in self.writes:
-            if write.id == ticket:
-                write.ok = ok
-                break
-        while self.writes and self.writes[0].ok is not None:
-            self._num_written += 1
-            self._written(self.writes.popleft())
+        self.backups.done(ticket, ok)
 
     # -- the turn -----------------------------------------------------------------------------------------------
 
@@ -613,6 +624,8 @@ class Index:
         """
         if self._waiting and self._stuck != self.revision:
             self._serve_waiting()
+        elif self.backups.due:
+            self.backups.retry()
         elif self._clearing:
             self._clear_slice()
         elif self._graves:
@@ -622,7 +635,8 @@ class Index:
     @property
     def busy(self) -> bool:
         """Whether `step` would get on: not with who waits for room where it depends on a copy that is under way."""
-        return bool((self._waiting and self._stuck != self.revision) or self._clearing or self._graves)
+        waits = self._waiting and self._stuck != self.revision
+        return bool(waits or self.backups.due or self._clearing or self._graves)
 
     def cut(self, ts: float, heartbeat: bool = False) -> bool:
         """Put what is queued on the stream, numbered, stamped `ts` (unix seconds); False: a slice was used up."""
@@ -794,6 +808,17 @@ class Index:
             break
         return path, None, 0
 
+    def _worth_loading(self, num_pages: int, now: bool = True) -> bool:
+        """Whether a host hit of so many pages is to be loaded, as far as its size says, and `now` is none too many."""
+        config = self.config
+        if num_pages * config.page_size < config.load_back_threshold:
+            return False
+        quota = config.load_back_quota
+        if not now or not quota or num_pages + sum(load.num_pages for load in self.loads.values()) <= quota:
+            return True
+        self.counters["loads_declined"] += 1
+        return False
+
     def _host_end(self, path: list[Node]) -> Node | None:
         """The deepest node of a path whose bytes are on the host."""
         bit = 1 << HOST
@@ -907,7 +932,7 @@ class Index:
             return Grant(lease.id, device_tokens, 0, table, None)
         source = b"".join([node.cells[HOST] for node in on_host])
         num_pages = len(source) // SLOT_BYTES
-        load = lease.load = Ticket(TicketId(self._id()), Tier.DEVICE, on_host[-1], num_pages, lease)
+        load = lease.load = Ticket(TicketId(self.new_id()), Tier.DEVICE, on_host[-1], num_pages, lease)
         self.loads[load.id] = load
         self.counters["load_pages"] += num_pages
         name = self.resources[DEVICE].name
@@ -957,7 +982,7 @@ class Index:
     def _make_room(self, num_pages: int) -> bool:
         """Evict until so many pages are free; False: a slice was used up, or copies of ours lock what is needed."""
         pool = self.pools[DEVICE]
-        return num_pages <= pool.free + pool.evictable and self._evict(DEVICE, num_pages)
+        return num_pages <= pool.free + pool.evictable and self.evict(DEVICE, num_pages)
 
     def _serve_waiting(self) -> None:
         """A slice for the first of those who wait: nobody overtakes it."""
@@ -966,8 +991,8 @@ class Index:
         room = pool.free + pool.evictable
         if waiting.num_fresh > room:
             # Others were served, or locked what there was: can there be room yet? Asked anew after each copy's end.
-            if not self.writes or waiting.judged != self._num_written:
-                waiting.judged = self._num_written
+            if not self.writes or waiting.judged != self.backups.num_over:
+                waiting.judged = self.backups.num_over
                 if not self._shed(waiting, room + self._in_copies((), None, 0)):
                     return
             if waiting.num_fresh > room:
@@ -976,6 +1001,8 @@ class Index:
         if self._make_room(waiting.num_fresh):
             self._leave_queue(waiting)
             self._served(waiting)
+        elif pool.free + self.backups.demoting >= waiting.num_fresh or not pool.evictable:
+            self._stuck = self.revision  # all that it takes is on its way
 
     def _shed(self, waiting: _Waiting, room: int) -> bool:
         """Refuse what `room` pages are too few for: of several extends each for itself, in order. False: all of it."""
@@ -1015,17 +1042,23 @@ class Index:
         if lease is None:
             self._wake(waiting.session, waiting.request, self._extended(waiting.growths))
             return
-        # Splits since then have made more nodes of the path; the end is still the end.
+        grant = self._grant(lease, waiting.num_fresh, *self._path(lease, end))
+        self._wake(waiting.session, waiting.request, grant)
+
+    def _path(self, lease: Lease, end: Node | None) -> tuple[list[Node], list[Node]]:
+        """The path that a lease has pinned up to `end`: on the device, and on the host alone.
+
+        Since it was matched splits have made more nodes of it, and evictions beside it fewer; the end is still the end.
+        """
         on_device: list[Node] = []
         on_host: list[Node] = []
-        nodes = on_device if end is lease.node else on_host
+        nodes = on_host
         while end is not None and end.parent is not None:
             if end is lease.node:
                 nodes = on_device
             nodes.append(end)
             end = end.parent
-        grant = self._grant(lease, waiting.num_fresh, on_device[::-1], on_host[::-1])
-        self._wake(waiting.session, waiting.request, grant)
+        return on_device[::-1], on_host[::-1]
 
     def _leave_queue(self, waiting: _Waiting) -> None:
         self._waiting.remove(waiting)
@@ -1078,8 +1111,8 @@ class Index:
         duplicates = self._adopt(lease, num_pages)
         if self._by_use:
             self._use(lease)
-        if len(self.pools) > HOST and lease.node is not None:
-            self._back_up(lease.node)
+        if len(self.pools) > HOST:
+            self.backups.used(lease.node)
         s.num_replies += 1
         reply = s.num_replies
         lost = len(duplicates)
@@ -1160,7 +1193,7 @@ class Index:
         self.counters["duplicate_pages"] += lost
         lease.committed = num_pages
         for each in changed:
-            self._change(DEVICE, each, True, lease.session_id)
+            self.change(DEVICE, each, True, lease.session_id)
         return b"".join(duplicates)
 
     def _drop_duplicates(self, s: Session, seen: int) -> None:
@@ -1199,7 +1232,11 @@ class Index:
             self._use(lease)
         orders = self.orders
         if len(orders) > HOST:
-            orders[HOST].unpin(lease.host_node)
+            if used and self.backups.policy.selective:
+                self.backups.used(lease.node)
+            if lease.host_node is not None:
+                orders[HOST].unpin(lease.host_node)
+                self.backups.let_go()
         if lease.node is not None:
             orders[DEVICE].unpin(lease.node)
             self.tree.merge(lease.node, MERGE_LIMIT)
@@ -1240,13 +1277,15 @@ class Index:
         for pin in pins:
             for c in reversed(range(len(pin.nodes))):
                 self.orders[c].unpin(pin.nodes[c])
+        if pins:
+            self.backups.let_go()
 
     def _pinned_pages(self) -> int:
         return sum(pin.num_pages for s in self.sessions.values() for pins in s.pins.values() for pin in pins)
 
     # -- inside: presence ------------------------------------------------------------------------------------
 
-    def _change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
+    def change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
         """The node's pages are in this tier from now on, or are no longer. The one place that says so."""
         self.version += 1
         log = self.log
@@ -1259,26 +1298,31 @@ class Index:
         else:
             log.removed(node, Tier(c))
 
-    def _evict(self, c: int, num_pages: int) -> bool:
-        """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before."""
+    def evict(self, c: int, num_pages: int) -> bool:
+        """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before, or it takes the
+        end of copies that are under way, or was begun here: where that is the policy, pages are copied as they go."""
         pool, order = self.pools[c], self.orders[c]
         left, effort = self.config.evict_slice, order.effort
-        while pool.free < num_pages:
+        backups = self.backups
+        copying = c == DEVICE and backups.policy.on_eviction and len(self.pools) > HOST
+        while pool.free + (backups.demoting if copying else 0) < num_pages:
             if left <= 0:
                 return False
             left -= effort
             node = order.victim()
-            if node is not None:
-                self._drop(c, node)
-            else:
-                assert pool.evictable, f"nothing to evict: {pool}, {num_pages} wanted"
-        return True
+            if node is None:
+                if not pool.evictable:
+                    assert copying, f"nothing to evict: {pool}, {num_pages} wanted"
+                    return False
+            elif not (copying and node.cells[HOST] is None and backups.demote(node)):
+                self.drop(c, node)
+        return pool.free >= num_pages
 
-    def _drop(self, c: int, node: Node) -> None:
+    def drop(self, c: int, node: Node) -> None:
         """Take an unlocked cell from a node, which has no descendant with one; the node goes with its last cell."""
         tree, pool = self.tree, self.pools[c]
         run = node.cells[c]
-        self._change(c, node, False)
+        self.change(c, node, False)
         self.orders[c].unlink(node)
         node.cells[c] = None
         pages = len(run) // SLOT_BYTES
@@ -1294,6 +1338,7 @@ class Index:
                 return
         parent = node.parent
         assert parent is not None
+        self.backups.forget(node)
         tree.remove(node)
         if type(parent.children) is Node and parent.parent is not None:
             tree.merge(parent.children, 1)
@@ -1315,125 +1360,7 @@ class Index:
                     space.extras = None
         return space
 
-    # -- inside: the second tier -----------------------------------------------------------------------------
-
-    def _back_up(self, end: Node) -> None:
-        """Write through what of the path to `end` is not on the host, parents first, as far as there is room.
-
-        What is skipped is counted, and tried again when a commit next passes over it.
-        """
-        orders, pool = self.orders, self.pools[HOST]
-        chain: list[Node] = []
-        node = end
-        while node.parent is not None and node.cells[HOST] is None:
-            chain.append(node)
-            node = node.parent
-        if not chain:
-            return
-        chain.reverse()
-        backed = node
-        orders[HOST].pin(backed)  # or room would be made by evicting what the copy hangs on
-        room = pool.free + pool.evictable
-        need = count = 0
-        for each in chain:
-            pages = each.num_bytes // self.page_bytes
-            if need + pages > room:
-                break
-            need += pages
-            count += 1
-        if count and not self._evict(HOST, need):
-            need = count = 0
-            for each in chain:
-                pages = each.num_bytes // self.page_bytes
-                if need + pages > pool.free:
-                    break
-                need += pages
-                count += 1
-        skipped = sum(each.num_bytes for each in chain[count:]) // self.page_bytes
-        if skipped:
-            self.counters["backup_pages_skipped"] += skipped
-        if not count:
-            orders[HOST].unpin(backed)
-            return
-        del chain[count:]
-        slots = b"".join(pool.take(need))
-        pool.cached += need
-        at = 0
-        for each in chain:
-            size = each.num_bytes // self.page_bytes * SLOT_BYTES
-            each.cells[HOST] = slots[at : at + size]
-            each.writing |= 1 << HOST
-            at += size
-        last = chain[-1]
-        orders[HOST].pin(last, backed)
-        orders[DEVICE].pin(last)
-        ticket = Ticket(TicketId(self._id()), Tier.HOST, last, need, None)
-        self.writes.append(ticket)
-        self.counters["backup_pages"] += need
-        source = b"".join([each.cells[DEVICE] for each in chain])
-        self._effects.append(Copy(ticket.id, self.resources[HOST].name, Tier.DEVICE, Tier.HOST, source, slots, None))
-
-    def _sent(self, ticket: Ticket) -> list[Node]:
-        """The nodes that now make up the range that was sent, parents first: splits may have made more of them."""
-        nodes = []
-        left = ticket.num_pages
-        node = ticket.end
-        while left:
-            assert node is not None
-            nodes.append(node)
-            left -= node.num_bytes // self.page_bytes
-            node = node.parent
-        nodes.reverse()
-        return nodes
-
-    def _written(self, ticket: Ticket) -> None:
-        """A write-through's ack, in the order of sending."""
-        orders, pool = self.orders, self.pools[HOST]
-        self._moves += 1
-        assert ticket.end is not None
-        if ticket.cancelled:
-            pool.fenced -= len(ticket.fenced) // SLOT_BYTES
-            pool.give(ticket.fenced)
-        elif ticket.ok:
-            for node in self._sent(ticket):
-                node.writing &= ~(1 << HOST)
-                self._change(HOST, node, True)
-            orders[HOST].unpin(ticket.end)
-        else:
-            self.counters["backups_failed"] += 1
-            nodes = self._sent(ticket)
-            # What was sent later and hangs on these has no parent on the host now: it goes too, its target slots
-            # fenced until its own copy is over.
-            for later in reversed(self.writes):
-                if not later.cancelled and self._hangs_on(later, nodes[-1], nodes):
-                    later.cancelled = True
-                    later.fenced = self._unwrite(later)
-                    pool.fenced += len(later.fenced) // SLOT_BYTES
-            pool.give(self._unwrite(ticket))
-        orders[DEVICE].unpin(ticket.end)
-        self.tree.merge(ticket.end, MERGE_LIMIT)
-
-    def _hangs_on(self, ticket: Ticket, last: Node, nodes: list[Node]) -> bool:
-        node = ticket.end
-        while node is not None:
-            if node in nodes:
-                return True
-            node = node.parent
-        return False
-
-    def _unwrite(self, ticket: Ticket) -> bytes:
-        """Take the cells of a copy that came to nothing; nobody was told of them. Their slots, no longer counted."""
-        order, pool = self.orders[HOST], self.pools[HOST]
-        order.unpin(ticket.end)
-        runs = []
-        for node in reversed(self._sent(ticket)):
-            node.writing &= ~(1 << HOST)
-            order.unlink(node)
-            runs.append(node.cells[HOST])
-            node.cells[HOST] = None
-        slots = b"".join(runs)
-        pool.cached -= len(slots) // SLOT_BYTES
-        return slots
+    # -- inside: load-back -----------------------------------------------------------------------------------
 
     def _loaded(self, ticket: Ticket, ok: bool) -> None:
         """A load-back's ack: its pages are the tree's if the lease still stands."""
@@ -1473,7 +1400,7 @@ class Index:
                     job[1] = 0
                 continue
             before = pool.cached
-            self._drop(c, node)
+            self.drop(c, node)
             job[1] -= before - pool.cached
         if job[1] <= 0:
             self._clearing.pop(0)
@@ -1510,7 +1437,10 @@ class Index:
             node.cells = []
             node.space = self.tree.nowhere
 
-    def _id(self) -> int:
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def new_id(self) -> int:
         number = self._next_id
         self._next_id = number + 1
         return number

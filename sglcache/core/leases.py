@@ -149,7 +149,7 @@ class Pin(NamedTuple):
 class Ticket:
     """A copy of ours on its way. It pins both tiers' paths; `end` and `num_pages` name the range that was sent."""
 
-    __slots__ = ("cancelled", "dst", "end", "fenced", "id", "lease", "num_pages", "ok")
+    __slots__ = ("cancelled", "demote", "dst", "end", "fenced", "id", "lease", "num_pages", "ok")
 
     def __init__(self, id: TicketId, dst: Tier, end: Node | None, num_pages: int, lease: Lease | None) -> None:
         self.id = id
@@ -159,4 +159,5 @@ class Ticket:
         self.lease = lease
         self.ok: bool | None = None  # the ack, once it came
         self.cancelled = False
+        self.demote = 0  # pages, the last of them, that leave the device when it is over
         self.fenced = b""  # target slots of a cancelled copy that is still being written

@@ -176,16 +176,21 @@ class Tree:
     """
 
     def __init__(
-        self, keys: Keys, resources: list[Resource], pools: list[SlotPool], policies: Sequence[Policy]
+        self,
+        keys: Keys,
+        resources: list[Resource],
+        pools: list[SlotPool],
+        policies: Sequence[Policy],
+        hits: bool = False,
     ) -> None:
-        """`pools` stays the caller's: it may put others there before `drop_all`."""
+        """`pools` stays the caller's: it may put others there before `drop_all`. `hits`: they are counted anyway."""
         self.page_bytes = keys.page_bytes
         self.over = keys.over
         self.span = keys.span
         self.resources = resources
         self.pools = pools
         self.C = len(pools)
-        self.facts = Facts(policies)
+        self.facts = Facts(policies, hits)
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglcache.core.eviction import LRU, Policy
+from sglcache.core.tiering import WRITE_THROUGH, WritePolicy
 from sglcache.testing.pages import Book, NamespaceTuple, Page, ancestry
 
 DEVICE, HOST = 0, 1
@@ -126,12 +127,14 @@ class CopyModel:
 
 
 class Eviction(NamedTuple):
-    """A node left a tier."""
+    """A node left a tier, or is to leave it."""
 
     tier: int
     node: tuple[Page, ...]
     candidates: list[tuple[Page, ...]]  # all nodes that were unlocked leaves of the tier then, this one among them
     wakes: int  # answers of the same turn that were given before
+    leaving: bool = False  # it stays until a copy of it is over
+    left: bool = False  # that copy is over
 
 
 @dataclass(eq=False)
@@ -145,8 +148,21 @@ class PinModel:
 class Model:
     """State of a whole index as a flat table; methods are what happened, in order."""
 
-    def __init__(self, book: Book, *, num_pages: int, host_pages: int, policies: Sequence[Policy] = (LRU, LRU)) -> None:
+    def __init__(
+        self,
+        book: Book,
+        *,
+        num_pages: int,
+        host_pages: int,
+        policies: Sequence[Policy] = (LRU, LRU),
+        write_policy: WritePolicy = WRITE_THROUGH,
+        load_back_threshold: int = 0,
+        load_back_quota: int = 0,
+    ) -> None:
         self.book = book
+        self.write_policy = write_policy
+        self.load_back_threshold = load_back_threshold
+        self.load_back_quota = load_back_quota
         self.policies = policies  # of a tier
         self.total = (num_pages, host_pages)
         self.slot: tuple[dict[Page, int], dict[Page, int]] = ({}, {})  # pages present in a tier -> where
@@ -259,7 +275,19 @@ class Model:
 
     # -- matching -------------------------------------------------------------------------------------
 
-    def match(self, path: Sequence[Page], limit: int | None = None) -> tuple[int, int]:
+    def match(self, path: Sequence[Page], limit: int | None = None, *, now: bool = False) -> tuple[int, int]:
+        """(pages on the device, pages on the device and then those of the host that are worth loading).
+
+        `now`: with the loads that are under way.
+        """
+        on_device, matched = self.reach(path, limit)
+        num_pages = matched - on_device
+        loading = sum(len(copy.pages) for copy in self.copies.values() if copy.target == DEVICE) if now else 0
+        few = num_pages * (self.book.page_bytes // 4) < self.load_back_threshold
+        many = now and self.load_back_quota and loading + num_pages > self.load_back_quota
+        return (on_device, on_device) if few or many else (on_device, matched)
+
+    def reach(self, path: Sequence[Page], limit: int | None = None) -> tuple[int, int]:
         """(pages on the device, pages on the device and then the host) of a sequence."""
         most = len(path) if limit is None else min(len(path), limit // (self.book.page_bytes // 4))
         on_device = 0
@@ -278,7 +306,7 @@ class Model:
         Checked: nobody held them; no child stays without its parent; none went without need; nothing else was due
         before them.
         """
-        gone = [page for eviction in evictions for page in eviction.node]
+        gone = [page for eviction in evictions for page in eviction.node if not eviction.leaving]
         if need is not None and gone:
             last = len(evictions[-1].node)
             assert len(gone) - last < need, f"{len(gone)} pages were evicted from tier {tier} where {need} had to go"
@@ -289,7 +317,10 @@ class Model:
                 assert tier == DEVICE or page not in self.writing
             below = parents[eviction.node[-1]]
             assert not below, f"{eviction.node[-1]} was evicted from tier {tier} before its children"
-            self._check_order(tier, eviction)
+            if not eviction.left:
+                self._check_order(tier, eviction)
+            if eviction.leaving:
+                continue
             for page in reversed(eviction.node):
                 parents[page.parent] -= 1
                 self.drop(tier, page)
@@ -575,16 +606,22 @@ class Model:
         for tier, path in copy.held:
             self.let_go(tier, path)
 
-    def not_backed_up(self, path: Sequence[Page]) -> None:
-        """A commit passed over pages that the host lacks and had no room for: it used those that are there."""
-        there = [page for page in path if page in self.slot[HOST] or page in self.writing]
-        if self.total[HOST] and len(there) < len(path):
-            self.hold(HOST, there)
-            self.let_go(HOST, there)
+    def touched(self, path: Iterable[Page]) -> None:
+        """Room was made beside a path of the host, and nothing came of it: it was used all the same."""
+        path = list(path)
+        self.hold(HOST, path)
+        self.let_go(HOST, path)
 
     def should_have_been_copied(self, path: Sequence[Page]) -> list[Page]:
-        """Pages that a commit passed over, that the host lacks, and that it has free room for."""
-        missing = [page for page in path if page not in self.slot[HOST] and page not in self.writing]
+        """Pages that a request has used, that the host lacks and should have, and that it has free room for."""
+        if self.write_policy.on_eviction:
+            return []
+        least = self.write_policy.threshold if self.write_policy.selective else 0
+        missing = [
+            page
+            for page in path
+            if page not in self.slot[HOST] and page not in self.writing and self.hits[page] >= least
+        ]
         return missing if len(missing) <= self.num_free(HOST) else []
 
     def load_over(self, copy: CopyModel, ok: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from sglcache.core.effects import Extended
 from sglcache.core.eviction import POLICIES, Policy
 from sglcache.core.key import ROOT, Namespace
+from sglcache.core.tiering import WRITE_POLICIES, WritePolicy
 from sglcache.errors import BadRequest, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import DEVICE, CopyModel, Item, LeaseModel
 from sglcache.testing.pages import TOKEN_BYTES
@@ -72,6 +73,9 @@ def config(choose: Chooser) -> dict[str, Any]:
         "bigram": choose.integer(0, 3) == 3,
         "eviction": policy(choose, page_size),
         "host_eviction": policy(choose, page_size),
+        "write_policy": WritePolicy(choose.item((WRITE_POLICIES[0], *WRITE_POLICIES)), choose.integer(1, 3)),
+        "load_back_threshold": choose.item((0, 0, 2 * page_size)),
+        "load_back_quota": choose.item((0, 0, 3)),
         **slices,
     }
 
@@ -203,7 +207,7 @@ class Program:
         exact = None
         if not choose.integer(0, 4):  # as agreed with others that hold as much, more or less
             path = rig.book.path(namespace, key)
-            matched = rig.model.match(path, limit)[1]
+            matched = rig.model.match(path, limit, now=True)[1]
             exact = rig.page_size * min(len(path), max(0, matched + choose.integer(-1, 1)))
             limit = None
         rig.acquire(

@@ -20,6 +20,8 @@ from sglcache.core import invariants
 from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, Namespace
+from sglcache.core.leases import Ticket
+from sglcache.core.tiering import Backups
 from sglcache.core.tree import Node
 from sglcache.errors import BadRequest, Busy, Changed, NoSpace, SglcacheError
 from sglcache.testing.model import (
@@ -102,8 +104,31 @@ class Watched(Index):
         super().__init__(config)
         self._book = book
         self.evictions: list[Eviction] = []
+        self.touched: list[tuple[int, tuple[Page, ...]]] = []  # (answers before, path of the host): see Model.touched
+        self.backups = self.watched = WatchedBackups(self, config.write_policy)
+        self.writes = self.backups.writes
 
-    def _drop(self, c: int, node: Node) -> None:
+    def drop(self, c: int, node: Node) -> None:
+        self._note(c, node, left=self.watched.leaving)
+        super().drop(c, node)
+
+    def path(self, node: Node) -> tuple[Page, ...]:
+        """All pages up to the end of `node`."""
+        nodes = []
+        up: Node | None = node
+        while up is not None and up.parent is not None:
+            nodes.append(up)
+            up = up.parent
+        path: tuple[Page, ...] = ()
+        for each in reversed(nodes):
+            path += tuple(self._book.path(each.space.namespace, each.key, path[-1] if path else None))
+        return path
+
+    @property
+    def num_wakes(self) -> int:
+        return sum(isinstance(effect, Wake) for effect in self._effects)
+
+    def _note(self, c: int, node: Node, **how: bool) -> None:
         lock = len(self.pools) + c
         paths: dict[Node, tuple[Page, ...]] = {}
         parents: set[Node | None] = set()
@@ -117,9 +142,41 @@ class Watched(Index):
             for each, path in paths.items()
             if each.cells[c] is not None and not each.cells[lock] and each not in parents
         ]
-        wakes = sum(isinstance(effect, Wake) for effect in self._effects)
-        self.evictions.append(Eviction(c, paths[node], leaves, wakes))
-        super()._drop(c, node)
+        self.evictions.append(Eviction(c, paths[node], leaves, self.num_wakes, **how))
+
+
+class WatchedBackups(Backups):
+    """The same of what is to leave the device with the end of a copy."""
+
+    index: Watched
+    leaving = False
+
+    def demote(self, victim: Node) -> bool:
+        evictions = self.index.evictions
+        self.index._note(DEVICE, victim, leaving=True)
+        note = len(evictions) - 1
+        begun = super().demote(victim)
+        if not begun:
+            del evictions[note]
+        return begun
+
+    def _demoted(self, ticket: Ticket) -> None:
+        self.leaving = True
+        super()._demoted(ticket)
+        self.leaving = False
+
+    def _send(self, end: Node, *, demote: bool = False, again: bool = False) -> bool:
+        index = self.index
+        evictions, writes = len(index.evictions), len(self.writes)
+        whole = super()._send(end, demote=demote, again=again)
+        made_room = any(each.tier == HOST for each in index.evictions[evictions:])
+        if made_room and len(self.writes) == writes:
+            up: Node | None = end
+            while up is not None and up.parent is not None and up.cells[HOST] is None:
+                up = up.parent
+            if up is not None and up.parent is not None:
+                index.touched.append((index.num_wakes, index.path(up)))
+        return whole
 
 
 class Rig:
@@ -135,6 +192,9 @@ class Rig:
             num_pages=self.config.num_pages,
             host_pages=self.config.host_pages,
             policies=(self.config.eviction, self.config.host_eviction),
+            write_policy=self.config.write_policy,
+            load_back_threshold=self.config.load_back_threshold,
+            load_back_quota=self.config.load_back_quota,
         )
         self.subscriber = Subscriber(
             self.book,
@@ -182,6 +242,7 @@ class Rig:
     ) -> T | SglcacheError:
         before = self._fingerprint()
         self.index.evictions.clear()
+        self.index.touched.clear()
         result: T | SglcacheError
         try:
             result = command()
@@ -235,6 +296,9 @@ class Rig:
         if self.config.evict_slice < self.config.host_pages:
             need = None  # where a slice is not enough for all that is to be copied, some of it is
         self._take_victims(HOST, wakes, need)
+        for when, path in self.index.touched:
+            if when == wakes:
+                self.model.touched(path)
 
     def _fingerprint(self) -> object:
         index = self.index
@@ -261,7 +325,9 @@ class Rig:
 
     def _take_victims(self, tier: int, wakes: int, need: int | None) -> None:
         model = self.model
-        evictions = [each for each in self.index.evictions if each.tier == tier and each.wakes == wakes]
+        evictions = [
+            each for each in self.index.evictions if each.tier == tier and each.wakes == wakes and not each.left
+        ]
         if not evictions:
             return
         if self.clearing[tier]:
@@ -383,7 +449,6 @@ class Rig:
             if not any(copy.dst == Tier.HOST for copy in copies):
                 missed = self.model.should_have_been_copied(path)
                 assert not missed, f"there is room on the host, and {missed} were not written through"
-                self.model.not_backed_up(path)
         elif isinstance(result, Released):
             assert result.lease == item.lease.number
             self.model.released(item)
@@ -463,7 +528,7 @@ class Rig:
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
         model, request = self.model, self._request()
         path = self.book.path(namespace, key)
-        pinned, matched = model.match(path, limit if exact is None else exact)
+        pinned, matched = model.match(path, limit if exact is None else exact, now=True)
         host_pinned = 0
         while host_pinned < matched and path[host_pinned] in model.slot[HOST]:
             host_pinned += 1
@@ -523,7 +588,9 @@ class Rig:
                 priority=priority,
             ),
             then,
-            need=None if self.waiting or self.config.evict_slice < self.config.num_pages else fresh,
+            need=None
+            if self.waiting or self._writes_back or self.config.evict_slice < self.config.num_pages
+            else fresh,
         )
         return lease if isinstance(result, Grant) else result
 
@@ -531,7 +598,7 @@ class Rig:
         """Who could have been served at once was: in one slice, with nobody waiting before it."""
         if not waits:
             assert not crowded or (not self.waiting and fresh <= room), f"{fresh} pages were given out of {room}"
-        elif not self.waiting and self.config.evict_slice >= self.config.num_pages:
+        elif not self.waiting and self.config.evict_slice >= self.config.num_pages and not self._writes_back:
             assert fresh > room, f"it waits for {fresh} pages, and {room} can be had"
 
     def extend(
@@ -583,7 +650,7 @@ class Rig:
         return self.turn(
             lambda: self.index.extend(runner.id, request, sent),
             then,
-            need=None if self.waiting or self.config.evict_slice < self.config.num_pages else need,
+            need=None if self.waiting or self._sliced else need,
         )
 
     def cancel(self, runner: Runner, lease: LeaseModel) -> bool | SglcacheError:
@@ -602,6 +669,16 @@ class Rig:
                 self.model.leases.pop(lease.number)
 
         return self.turn(lambda: self.index.cancel(runner.id, request, LeaseId(lease.number)), then)
+
+    @property
+    def _sliced(self) -> bool:
+        """Room is not made in one go."""
+        return self._writes_back or self.config.evict_slice < self.config.num_pages
+
+    @property
+    def _writes_back(self) -> bool:
+        """What is to be had may have to be copied first."""
+        return self.config.write_policy.on_eviction and self.config.host_pages > 0
 
     def _room_now(self, keep: Sequence[Page] = ()) -> int:
         """Pages that can be had by eviction for who comes now, and keeps these."""
@@ -741,6 +818,8 @@ class Rig:
                 self.acks.remove(ack)
                 model.write_through_over(*ack)
                 order.pop(0)
+                gone = [each for each in self.index.evictions if each.left and set(each.node) <= set(ack[0].pages)]
+                model.evicted(DEVICE, gone, None)
 
         self.turn(lambda: self.index.copy_done(TicketId(copy.ticket), ok), then, need=None)
 
@@ -800,7 +879,7 @@ class Rig:
     ) -> int:
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
         path = self.book.path(namespace, key)
-        on_device, matched = self.model.match(path)
+        on_device, matched = self.model.reach(path)
         on_host = 0
         while on_host < matched and path[on_host] in self.model.slot[HOST]:
             on_host += 1
@@ -925,7 +1004,7 @@ class Rig:
         now = model.num_free(DEVICE) + len(model.evictable(DEVICE))
         first.least = min(first.least, now + model.in_copies())
         if not self.index.busy:
-            assert first.num_fresh > now, f"{first} waits, and {now} pages can be had"
+            assert first.num_fresh > now or self._writes_back, f"{first} waits, and {now} pages can be had"
             assert any(copy.target == HOST for copy in model.copies.values()), f"{first} waits for nothing"
 
     def _check_counts(self) -> None:
@@ -1013,10 +1092,10 @@ class Rig:
     def settle(self) -> None:
         """Everything under way comes to its end; then nothing is held by anyone."""
         self.steps()
-        if self.waiting:
+        while self.waiting:
+            assert self.in_flight(), f"{self.waiting} wait, and no copy is under way"
             self.copies_done()
             self.steps()
-            assert not self.waiting, f"{self.waiting} wait, and no copy is under way"
         for runner in list(self.runners.values()):
             if not runner.session.ended:
                 for lease in list(runner.session.leases):
@@ -1036,9 +1115,14 @@ class Rig:
         for pin in list(self.model.pins):
             if pin in self.model.pins:
                 self.unpin(self.runners[pin.session.number], pin.owner)
-        self.copies_done()
         self.steps()
+        while self.in_flight():
+            self.copies_done()
+            self.steps()
         self.cut()
+        assert not self.index.backups.num_skipped, (
+            "nothing is held, and yet what found no room on the host was not sent"
+        )
         unanswered = [*self.waiting, *self.asked, *self.cancels]
         assert not unanswered, f"these were not answered: {unanswered}"
         for pool in self.index.stats().pools:

@@ -7,7 +7,6 @@ from the stream equals the index in each tier, and each pool's slots add up; `Ri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -17,69 +16,9 @@ from sglcache.core import hashing
 from sglcache.core.index import DEVICE, HOST
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import Busy, SglcacheError
-from sglcache.testing.model import LeaseModel
-from sglcache.testing.pages import Page
-from sglcache.testing.rig import Rig, Runner, pack
+from sglcache.testing.journeys import acquire, brief, evict, hashes, ids, new_events, pages, put, rig
+from sglcache.testing.rig import pack
 from sglcache.units import TicketId, Tier
-
-
-def rig(**config: Any) -> tuple[Rig, Runner]:
-    made = Rig(**{"page_size": 4, "num_pages": 64, **config})
-    return made, made.open_session()
-
-
-def ids(first: int, last: int) -> list[int]:
-    """[first..last]"""
-    return list(range(first, last + 1))
-
-
-def acquire(r: Rig, runner: Runner, tokens: Iterable[int], namespace: Namespace = ROOT) -> LeaseModel:
-    lease = r.acquire(runner, tokens, namespace)
-    assert isinstance(lease, LeaseModel), repr(lease)
-    return lease
-
-
-def put(r: Rig, runner: Runner, tokens: Iterable[int], namespace: Namespace = ROOT, ack: bool = True) -> None:
-    lease = acquire(r, runner, tokens, namespace)
-    r.commit(runner, lease)
-    if ack:
-        r.copies_done()
-    r.release(runner, lease)
-
-
-def pages(r: Rig, tokens: Iterable[int], namespace: Namespace = ROOT) -> tuple[Page, ...]:
-    return r.book.path(namespace, pack(tokens))
-
-
-def hashes(r: Rig, tokens: Iterable[int], namespace: Namespace = ROOT) -> list[int]:
-    return [page.hash for page in pages(r, tokens, namespace)]
-
-
-def evict(r: Rig, runner: Runner, num_pages: int) -> None:
-    lease = acquire(r, runner, [4_000_000_000] * (r.model.num_free(DEVICE) + num_pages) * r.page_size)
-    r.release(runner, lease, discard=True)
-
-
-def new_events(r: Rig) -> list[dict[str, Any]]:
-    """What the stream said since the last call; the mirror is checked against the index by the way."""
-    r.cut()
-    seen = getattr(r, "events_seen", 0)
-    events = r.subscriber.events[seen:]
-    r.events_seen = seen + len(events)  # type: ignore[attr-defined]
-    return events
-
-
-def brief(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [
-        (
-            e["type"].removeprefix("Block"),
-            e.get("medium"),
-            e.get("block_hashes"),
-            *([e["parent_block_hash"]] if "token_ids" in e else []),
-        )
-        for e in events
-    ]
-
 
 # -- A01: whatever verb frees a page, the stream says so, once ----------------------------------------------
 

@@ -418,7 +418,7 @@ def test_stale_entries_are_bounded_and_no_call_pays_for_them(name: str, monkeypa
         node = bare.order.victim()
         assert pops <= eviction.DISCARD
         if node is not None:
-            bare.index._drop(DEVICE, node)
+            bare.index.drop(DEVICE, node)
     assert bare.index.stats().num_nodes == 0
 
 
@@ -569,7 +569,7 @@ def test_one_request_after_the_other_everything_goes_as_from_sglangs_tree(name: 
             if node is not None:
                 victims.append(node)
                 ours += [int.from_bytes(node.key[at : at + 4], "little") for at in range(0, len(node.key), 4)][::-1]
-                bare._drop(DEVICE, node)
+                bare.drop(DEVICE, node)
         assert ours == list(theirs.evict_all()), f"seed {seed}"
 
 

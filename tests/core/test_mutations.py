@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglcache.core import eventlog, eviction, hashing, index, tree
+from sglcache.core import eventlog, eviction, hashing, index, tiering, tree
 from sglcache.core.eviction import Policy
 from sglcache.core.key import ROOT
+from sglcache.core.tiering import WritePolicy
 from sglcache.errors import NoSpace, UnknownLease
 from sglcache.testing.model import LeaseModel
 from sglcache.testing.planting import plant
 from sglcache.testing.programs import run
-from sglcache.testing.rig import Rig, pack
-from sglcache.units import LeaseId
+from sglcache.testing.rig import Rig, Runner, pack
+from sglcache.units import LeaseId, Tier
 
 NUM_PROGRAMS = 250  # most are caught by the first few
 
@@ -62,6 +63,79 @@ def a_parents_copy_fails() -> None:
     rig.copy_done(first, ok=False)
     rig.copy_done(second)
     rig.commit(runner, lease)
+    rig.settle()
+
+
+def there_is_room_on_the_host_later() -> None:
+    """A lease holds the host's pages until another has been committed."""
+    rig = Rig(page_size=4, num_pages=16, host_pages=4)
+    runner = rig.open_session()
+    put(rig, runner, range(12))
+    lease = rig.acquire(runner, range(12))
+    put(rig, runner, range(100, 108))
+    assert rig.index.counters["backup_pages_skipped"] == 1
+    assert isinstance(lease, LeaseModel)
+    rig.release(runner, lease)
+    rig.steps()
+    rig.copies_done()
+    assert rig.peek(range(100, 108)) == (8, 8)
+    assert len(rig.model.slot[Tier.HOST]) == 4
+    rig.settle()
+    assert rig.index.counters["backups_retried"] == 1
+
+
+def writes_back(**config: Any) -> tuple[Rig, Runner]:
+    rig = Rig(**{"page_size": 4, "num_pages": 4, "host_pages": 16, "write_policy": WritePolicy("write_back"), **config})
+    return rig, rig.open_session()
+
+
+def put(rig: Rig, runner: Runner, tokens: range) -> None:
+    lease = rig.acquire(runner, tokens)
+    assert isinstance(lease, LeaseModel)
+    rig.commit(runner, lease)
+    rig.release(runner, lease)
+    rig.copies_done()
+
+
+def a_page_leaves_with_its_copy() -> None:
+    rig, runner = writes_back()
+    put(rig, runner, range(16))
+    assert rig.acquire(runner, range(100, 116)) is None
+    rig.steps()
+    (copy,) = rig.in_flight()
+    assert rig.peek(range(16)) == (16, 16)
+    rig.copy_done(copy)
+    assert rig.peek(range(16)) == (0, 16)
+    rig.steps()
+    assert not rig.waiting
+    rig.settle()
+
+
+def a_child_comes_while_its_parent_is_copied() -> None:
+    """By a lease that had its own pages for all of it."""
+    rig, runner = writes_back(num_pages=10)
+    put(rig, runner, range(16))
+    lease = rig.acquire(runner, range(20), limit=0)
+    assert isinstance(lease, LeaseModel)
+    assert rig.acquire(rig.open_session(), range(100, 116)) is None
+    rig.steps()
+    (copy,) = rig.in_flight()
+    rig.commit(runner, lease)
+    rig.read_replies(runner)
+    rig.release(runner, lease)
+    rig.copy_done(copy)
+    assert rig.peek(range(20)) == (20, 20)
+    rig.settle()
+
+
+def the_second_hit_is_copied() -> None:
+    rig = Rig(page_size=4, num_pages=16, host_pages=16, write_policy=WritePolicy("write_through_selective", 2))
+    runner = rig.open_session()
+    put(rig, runner, range(8))
+    assert rig.peek(range(8)) == (8, 8)
+    assert not rig.copies
+    put(rig, runner, range(8))
+    assert len(rig.copies) == 1
     rig.settle()
 
 
@@ -148,10 +222,12 @@ def small_heaps() -> None:
 
 
 Index, Tree, EventLog = index.Index, tree.Tree, eventlog.EventLog
+Backups = tiering.Backups
 Recency, Ranked = eviction.Recency, eviction.Ranked
 TWO_POLICIES = {"host_pages": 24, "eviction": Policy("lru"), "host_eviction": Policy("mru")}
 LRU_ONLY = {"eviction": Policy(), "host_eviction": Policy()}
 TWO_TIERS = {"host_pages": 24}
+WRITES_BACK = {"num_pages": 10, "host_pages": 24, "write_policy": WritePolicy("write_back")}
 LOADS = {"num_pages": 10, "host_pages": 40}  # what is evicted from the device is still on the host
 
 MUTATIONS = [
@@ -192,9 +268,11 @@ MUTATIONS = [
         "            last = self.end.cells[self.older]\n"
         "            head.cells[self.older], head.cells[self.fresher] = last, self.end\n"
         "            last.cells[self.fresher] = self.end.cells[self.older] = head\n",
+        num_pages=28,
+        host_pages=12,
         **LRU_ONLY,
     ),
-    mutation("the ack works on the node, not on the range that was sent", Index, "_sent", "while left:", "if left:"),
+    mutation("the ack works on the node, not on the range that was sent", Backups, "_sent", "while left:", "if left:"),
     mutation(
         "a prompt that ends inside a page matches it", Tree, "common_pages", "same - same % self.page_bytes", "same"
     ),
@@ -251,16 +329,23 @@ MUTATIONS = [
     mutation(
         "room is made twice over",
         Index,
-        "_evict",
-        "while pool.free < num_pages:",
-        "while pool.free < 2 * num_pages and pool.evictable:",
+        "evict",
+        "while pool.free + (backups.demoting if copying else 0) < num_pages:",
+        "while pool.free + (backups.demoting if copying else 0) < 2 * num_pages and pool.evictable:",
     ),
     # -- other policies than lru
     mutation("a hit is counted with each commit", Index, "_use", "lease.counted = lease.node", "pass", **of("lfu")),
     mutation("hits are not counted", Tree, "used", "cells[hits] += 1", "pass", **of("lfu")),
     mutation("a cancelled lease is a hit", Index, "cancel", "used=False", "used=True", **of("lfu")),
     mutation("the refused are hits", Index, "_shed", "used=False", "used=True", by=whoever_waits_is_refused),
-    mutation("a match without a commit is no hit", Index, "_give_back", "if used and", "if False and", **of("slru")),
+    mutation(
+        "a match without a commit is no hit",
+        Index,
+        "_give_back",
+        "if used and self._by_use",
+        "if False and self._by_use",
+        **of("slru"),
+    ),
     mutation(
         "a split's upper half was never used",
         Tree,
@@ -409,7 +494,7 @@ MUTATIONS = [
         "better.append((at, run))",
         "better.append((at, run)); changed.append(child)",
     ),
-    mutation("an eviction is not announced", Index, "_drop", "self._change(c, node, False)", "self.version += 1"),
+    mutation("an eviction is not announced", Index, "drop", "self.change(c, node, False)", "self.version += 1"),
     mutation("a page is handed on before its removal is told", Index, "drain", "if log.removals:", "if False:"),
     mutation("a clear is not told", Index, "clear", "self.log.cleared()", "pass"),
     mutation("a digest starts anew at each node", EventLog, "stored", "if before is None:", "if True:"),
@@ -424,7 +509,7 @@ MUTATIONS = [
     ),
     mutation("stores that are no chain are joined", EventLog, "_add", " and run.digests[-1][-size:] == parent", ""),
     mutation("a batch's number is given twice", EventLog, "_close_batch", "self.next_seq += 1", "self.next_seq += 0"),
-    mutation("unpublished namespaces are published", Index, "_change", "node.space.extras is None", "False"),
+    mutation("unpublished namespaces are published", Index, "change", "node.space.extras is None", "False"),
     mutation(
         "zero bytes at a page's end are not hashed", hashing.Hasher, "chain", 'f"V{page_bytes}"', 'f"S{page_bytes}"'
     ),
@@ -550,34 +635,34 @@ MUTATIONS = [
     ),
     mutation(
         "a write-through does not lock its source",
-        Index,
-        "_back_up",
+        Backups,
+        "_send",
         "        orders[DEVICE].pin(last)\n",
         "",
-        Edit(Index, "_written", "        orders[DEVICE].unpin(ticket.end)\n", ""),
+        Edit(Backups, "_written", "        orders[DEVICE].unpin(ticket.end)\n", ""),
         host_pages=24,
     ),
     mutation(
         "a write-through is told when it is sent",
-        Index,
-        "_back_up",
-        "            each.writing |= 1 << HOST\n",
-        "            self._change(HOST, each, True)\n",
+        Backups,
+        "_send",
+        "            each.writing |= WRITING\n",
+        "            index.change(HOST, each, True)\n",
         **TWO_TIERS,
     ),
-    mutation("a write-through that failed is told", Index, "_written", "elif ticket.ok:", "elif True:", **TWO_TIERS),
+    mutation("a write-through that failed is told", Backups, "_written", "elif ticket.ok:", "elif True:", **TWO_TIERS),
     mutation(
         "what hangs on a failed write-through stays",
-        Index,
+        Backups,
         "_written",
-        "if not later.cancelled and self._hangs_on(later, nodes[-1], nodes):",
+        "if not later.cancelled and self._hangs_on(later, nodes):",
         "if False:",
         by=a_parents_copy_fails,
         **TWO_TIERS,
     ),
     mutation(
         "targets of a cancelled copy are handed on while it is written",
-        Index,
+        Backups,
         "_written",
         "                    later.fenced = self._unwrite(later)\n",
         "                    pool.give(self._unwrite(later))\n",
@@ -586,8 +671,8 @@ MUTATIONS = [
     ),
     mutation(
         "write-throughs take effect as their acks come",
-        Index,
-        "copy_done",
+        Backups,
+        "done",
         "                write.ok = ok\n",
         "                write.ok = ok\n"
         "                self.writes.remove(write)\n"
@@ -597,10 +682,10 @@ MUTATIONS = [
     mutation("a load takes effect though it failed", Index, "_loaded", "if not ok:", "if False:", **LOADS),
     mutation(
         "nothing is written through a second time",
-        Index,
-        "_back_up",
+        Backups,
+        "_send",
         "        if not chain:\n",
-        "        if not chain or chain[-1] is not end or len(chain) > 1:\n",
+        "        if not chain or len(chain) > 1:\n",
         **TWO_TIERS,
     ),
     mutation(
@@ -613,21 +698,90 @@ MUTATIONS = [
     ),
     mutation(
         "the host makes room by evicting what a copy hangs on",
-        Index,
-        "_back_up",
-        "        orders[HOST].pin(backed)",
-        "        pass",
-        Edit(Index, "_back_up", "            orders[HOST].unpin(backed)\n", ""),
-        Edit(Index, "_back_up", "orders[HOST].pin(last, backed)", "orders[HOST].pin(last)"),
+        Backups,
+        "_send",
+        "            orders[HOST].pin(backed)",
+        "            pass",
+        Edit(Backups, "_send", "                    orders[HOST].unpin(backed)\n", ""),
+        Edit(Backups, "_send", "orders[HOST].pin(last, backed)", "orders[HOST].pin(last)"),
         host_pages=8,
     ),
+    mutation(
+        "what found no room on the host is forgotten",
+        Backups,
+        "_send",
+        "self._skipped[chain[-1]] = None",
+        "pass",
+        by=there_is_room_on_the_host_later,
+    ),
+    mutation("nobody hears that there is room", Backups, "let_go", "bool(self._skipped)", "False", host_pages=8),
+    mutation(
+        "what is copied on eviction goes before it is copied",
+        Index,
+        "evict",
+        "            elif not (copying and node.cells[HOST] is None and backups.demote(node)):\n",
+        "            else:\n                copying and node.cells[HOST] is None and backups.demote(node)\n",
+        **WRITES_BACK,
+    ),
+    mutation(
+        "what is copied on eviction stays",
+        Backups,
+        "_demoted",
+        "            index.drop(DEVICE, node)\n",
+        "            pass\n",
+        by=a_page_leaves_with_its_copy,
+        **WRITES_BACK,
+    ),
+    mutation(
+        "what is copied on eviction goes though somebody has come to it",
+        Backups,
+        "_demoted",
+        "node.cells[lock] or ",
+        "",
+        **WRITES_BACK,
+    ),
+    mutation(
+        "a parent leaves the device before its child",
+        Backups,
+        "_demoted",
+        " or not self._is_leaf(node)",
+        "",
+        by=a_child_comes_while_its_parent_is_copied,
+        **WRITES_BACK,
+    ),
+    mutation(
+        "pages on their way are not counted",
+        Backups,
+        "_demoted",
+        "self.demoting -= ticket.demote",
+        "pass",
+        **WRITES_BACK,
+    ),
+    mutation(
+        "a first hit is enough",
+        Backups,
+        "_send",
+        "chain[first].cells[place] < least",
+        "chain[first].cells[place] < least - 1",
+        by=the_second_hit_is_copied,
+    ),
+    mutation(
+        "a host hit is loaded, few as it is",
+        Index,
+        "_worth_loading",
+        "return False\n        quota",
+        "pass\n        quota",
+        load_back_threshold=8,
+        **LOADS,
+    ),
+    mutation("loads beyond the quota", Index, "_worth_loading", "<= quota", "<= 9 * quota", load_back_quota=2, **LOADS),
     # -- the rest
     mutation("a limit is not kept", Index, "acquire", "min(length - over, limit * TOKEN_BYTES)", "length - over"),
     mutation("pins outlive their time", Index, "expire", "pin.expires_at <= now", "pin.expires_at < now"),
     mutation(
         "the version does not say that a page came",
         Index,
-        "_change",
+        "change",
         "self.version += 1",
         "self.version += not present",
     ),
@@ -704,7 +858,14 @@ MUTATIONS = [
     mutation(
         "half a match is counted as a copy's", Index, "_in_copies", "pages -= at // self.page_bytes", "pass", **LOADS
     ),
-    mutation("who waits for a copy spins", Index, "_serve_waiting", "self._stuck = self.revision", "pass", **LOADS),
+    mutation(
+        "who waits for a copy spins",
+        Index,
+        "_serve_waiting",
+        "self._stuck = self.revision\n                return",
+        "return",
+        **LOADS,
+    ),
     mutation(
         "the end of a copy wakes nobody",
         Index,
@@ -741,11 +902,11 @@ MUTATIONS = [
         by=a_session_ends_with_a_cancel,
     ),
     # -- slots
-    mutation("an evicted slot is freed twice", Index, "_drop", "pool.give(run)", "pool.give(run), pool.give(run)"),
+    mutation("an evicted slot is freed twice", Index, "drop", "pool.give(run)", "pool.give(run), pool.give(run)"),
     mutation(
         "an evicted page is freed in halves",
         Index,
-        "_drop",
+        "drop",
         "pool.give(run)",
         "pool.give(run[: -len(run) // 8 * 4 or None])",
     ),

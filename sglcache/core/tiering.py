@@ -1,0 +1,307 @@
+"""The second tier: which pages are copied to the host, when, and what the end of such a copy brings about.
+
+A write-through is a `Ticket` that names (end node, number of pages) and pins both tiers' paths; a split gives both
+halves everything, and the ack walks up the range that was sent. Acks take effect in the order of sending, whatever
+order they come in, so parents reach the host, and are announced there, first. If a copy fails, what was sent later and
+hangs on it comes to nothing, too, and its target slots stay fenced until its own copy is over.
+
+When a page is copied is the write policy:
+
+* `write_through`: with the commit that brings it.
+* `write_through_selective`: once it had so many hits; a request is one, with its commits or when it is over.
+* `write_back`: when it is to leave the device. It goes once the copy is over: it is on the host before it is not on
+  the device. A copy that fails, or has no room on the host, is no reason to stay.
+
+What found no room on the host is counted, remembered, and tried again when something there is let go of.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from sglcache.core.effects import Copy
+from sglcache.core.leases import Ticket
+from sglcache.core.slots import SLOT_BYTES
+from sglcache.errors import ConfigError
+from sglcache.units import TicketId, Tier
+
+if TYPE_CHECKING:
+    from sglcache.core.index import Index
+    from sglcache.core.tree import Node
+
+DEVICE, HOST = 0, 1
+WRITING = 1 << HOST  # the bit of `Node.writing`
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+RETRIES = 4  # backups tried again by one slice
+LOOK = 64  # children looked at for whether a node is a leaf
+
+
+@dataclass(frozen=True)
+class WritePolicy:
+    """One of WRITE_POLICIES, and how many hits the selective one asks for."""
+
+    name: str = "write_through"
+    threshold: int = 2
+
+    def __post_init__(self) -> None:
+        if self.name not in WRITE_POLICIES:
+            raise ConfigError(f"write policy {self.name!r} is unknown; use one of {', '.join(WRITE_POLICIES)}")
+
+    @property
+    def selective(self) -> bool:
+        return self.name == "write_through_selective"
+
+    @property
+    def on_eviction(self) -> bool:
+        return self.name == "write_back"
+
+
+WRITE_THROUGH = WritePolicy()
+
+
+class Backups:
+    """Copies from the device to the host of one index."""
+
+    def __init__(self, index: Index, policy: WritePolicy) -> None:
+        self.index = index
+        self.policy = policy
+        self.writes: deque[Ticket] = deque()  # in the order they were sent
+        self.num_over = 0
+        self.demoting = 0  # pages that leave the device with the end of copies that are under way
+        self.due = False  # something on the host was let go of, and there is something to try again
+        self._skipped: dict[Node, None] = {}  # ends of paths that found no room, oldest first
+
+    # -- sending ------------------------------------------------------------------------------------------------
+
+    def used(self, end: Node | None) -> None:
+        """A request has committed the path to `end`, or is over: copy what the policy says."""
+        if end is None or self.policy.on_eviction:
+            return
+        self._send(end)
+
+    def demote(self, victim: Node) -> bool:
+        """Copy a leaf of the device that the host lacks, and have it leave when that is over; False: no room."""
+        return self._send(victim, demote=True)
+
+    def let_go(self) -> None:
+        """Something on the host may be evicted now that could not be before."""
+        self.due = bool(self._skipped)
+
+    def retry(self) -> None:
+        """A slice of what found no room."""
+        index, skipped = self.index, self._skipped
+        self.due = False
+        for _ in range(min(RETRIES, len(skipped))):
+            node = next(iter(skipped))
+            del skipped[node]
+            if node.parent is None or node.cells[DEVICE] is None:
+                continue  # it went, or joined another that was sent after it
+            before = index.counters["backup_pages"]
+            if not self._send(node, again=True):
+                if index.counters["backup_pages"] == before:
+                    return
+                continue
+            index.counters["backups_retried"] += 1
+        self.due = bool(skipped)
+
+    @property
+    def num_skipped(self) -> int:
+        """Paths that are to be tried again."""
+        return len(self._skipped)
+
+    def forget(self, node: Node | None = None) -> None:
+        """This node leaves the tree, or all do."""
+        if node is None:
+            self._skipped.clear()
+            self.due = False
+        elif self._skipped:
+            self._skipped.pop(node, None)
+
+    def _send(self, end: Node, *, demote: bool = False, again: bool = False) -> bool:
+        """Copy what of the path to `end` is not on the host, parents first, as far as there is room; whether all of it.
+
+        What is skipped is counted once, and tried again when a commit passes over it or room may have come.
+        """
+        index = self.index
+        orders, pool, page_bytes = index.orders, index.pools[HOST], index.page_bytes
+        chain: list[Node] = []
+        node = end
+        while node.parent is not None and node.cells[HOST] is None:
+            chain.append(node)
+            node = node.parent
+        if self.policy.selective:
+            place, least = index.tree.facts.hits, self.policy.threshold
+            # Who had a page had all before it: what has too few hits is the end of the chain.
+            first = 0
+            while first < len(chain) and chain[first].cells[place] < least:
+                first += 1
+            del chain[:first]
+        if not chain:
+            return True
+        chain.reverse()
+        backed = node
+        count, need = self._fitting(chain, pool.free + pool.evictable - self._unlocked(backed))
+        if demote and count < len(chain):
+            count = 0
+        sliced = False
+        if count:
+            orders[HOST].pin(backed)  # or room would be made by evicting what the copy hangs on
+            sliced = not index.evict(HOST, need)
+            if sliced:
+                count, need = self._fitting(chain, pool.free)
+                if not count or (demote and count < len(chain)):
+                    count = 0
+                    orders[HOST].unpin(backed)
+        whole = count == len(chain)
+        if not whole and not demote and self._pages_to(chain[-1]) <= pool.total:
+            self._skipped[chain[-1]] = None
+            self.due |= sliced
+        if not whole and not again:
+            index.counters["backup_pages_skipped"] += sum(each.num_bytes for each in chain[count:]) // page_bytes
+        if not count:
+            return False
+        del chain[count:]
+        slots = b"".join(pool.take(need))
+        pool.cached += need
+        at = 0
+        for each in chain:
+            size = each.num_bytes // page_bytes * SLOT_BYTES
+            each.cells[HOST] = slots[at : at + size]
+            each.writing |= WRITING
+            at += size
+        last = chain[-1]
+        orders[HOST].pin(last, backed)
+        orders[DEVICE].pin(last)
+        ticket = Ticket(TicketId(index.new_id()), Tier.HOST, last, need, None)
+        if demote:
+            ticket.demote = last.num_bytes // page_bytes
+            self.demoting += ticket.demote
+        self.writes.append(ticket)
+        index.counters["backup_pages"] += need
+        source = b"".join([each.cells[DEVICE] for each in chain])
+        index.emit(Copy(ticket.id, index.resources[HOST].name, Tier.DEVICE, Tier.HOST, source, slots, None))
+        return whole
+
+    def _fitting(self, chain: list[Node], room: int) -> tuple[int, int]:
+        """How many nodes of a chain `room` pages are enough for, and their pages."""
+        need = 0
+        for count, each in enumerate(chain):
+            pages = each.num_bytes // self.index.page_bytes
+            if need + pages > room:
+                return count, need
+            need += pages
+        return len(chain), need
+
+    def _unlocked(self, node: Node | None) -> int:
+        """Pages of a path that could be evicted from the host now."""
+        lock = len(self.index.pools) + HOST
+        num_bytes = 0
+        while node is not None and node.parent is not None and not node.cells[lock]:
+            num_bytes += node.num_bytes
+            node = node.parent
+        return num_bytes // self.index.page_bytes
+
+    def _pages_to(self, node: Node | None) -> int:
+        num_bytes = 0
+        while node is not None:
+            num_bytes += node.num_bytes
+            node = node.parent
+        return num_bytes // self.index.page_bytes
+
+    # -- the end of a copy ----------------------------------------------------------------------------------------
+
+    def done(self, ticket: TicketId, ok: bool) -> None:
+        """A copy is over. An unknown ticket is no error."""
+        writes = self.writes
+        for write in writes:
+            if write.id == ticket:
+                write.ok = ok
+                break
+        while writes and writes[0].ok is not None:
+            self.num_over += 1
+            self._written(writes.popleft())
+
+    def _written(self, ticket: Ticket) -> None:
+        """A write-through's ack, in the order of sending."""
+        index = self.index
+        orders, pool = index.orders, index.pools[HOST]
+        assert ticket.end is not None
+        if ticket.cancelled:
+            pool.fenced -= len(ticket.fenced) // SLOT_BYTES
+            pool.give(ticket.fenced)
+        elif ticket.ok:
+            for node in self._sent(ticket.end, ticket.num_pages):
+                node.writing &= ~WRITING
+                index.change(HOST, node, True)
+            orders[HOST].unpin(ticket.end)
+        else:
+            index.counters["backups_failed"] += 1
+            nodes = self._sent(ticket.end, ticket.num_pages)
+            # What was sent later and hangs on these has no parent on the host now: it goes too, its target slots
+            # fenced until its own copy is over.
+            for later in reversed(self.writes):
+                if not later.cancelled and self._hangs_on(later, nodes):
+                    later.cancelled = True
+                    later.fenced = self._unwrite(later)
+                    pool.fenced += len(later.fenced) // SLOT_BYTES
+            pool.give(self._unwrite(ticket))
+        orders[DEVICE].unpin(ticket.end)
+        if ticket.demote:
+            self._demoted(ticket)
+        else:
+            index.tree.merge(ticket.end)
+        self.let_go()
+
+    def _demoted(self, ticket: Ticket) -> None:
+        """Now they leave the device, unless somebody has come to them meanwhile; as they are, if the copy failed."""
+        self.demoting -= ticket.demote
+        assert ticket.end is not None
+        index, lock = self.index, len(self.index.pools) + DEVICE
+        for node in reversed(self._sent(ticket.end, ticket.demote)):
+            if node.parent is None or node.cells[lock] or not self._is_leaf(node):
+                return
+            index.drop(DEVICE, node)
+
+    def _is_leaf(self, node: Node) -> bool:
+        """Whether no child is on the device. Of one with very many children it may be said that it is none."""
+        seen = list(islice(self.index.tree.children(node), LOOK))
+        return len(seen) < LOOK and all(child.cells[DEVICE] is None for child in seen)
+
+    def _sent(self, end: Node, num_pages: int) -> list[Node]:
+        """The nodes that now make up so many pages up to `end`, parents first: splits may have made more of them."""
+        nodes = []
+        left = num_pages
+        node: Node | None = end
+        while left:
+            assert node is not None
+            nodes.append(node)
+            left -= node.num_bytes // self.index.page_bytes
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    def _hangs_on(self, ticket: Ticket, nodes: list[Node]) -> bool:
+        node = ticket.end
+        while node is not None:
+            if node in nodes:
+                return True
+            node = node.parent
+        return False
+
+    def _unwrite(self, ticket: Ticket) -> bytes:
+        """Take the cells of a copy that came to nothing; nobody was told of them. Their slots, no longer counted."""
+        order, pool = self.index.orders[HOST], self.index.pools[HOST]
+        assert ticket.end is not None
+        order.unpin(ticket.end)
+        runs = []
+        for node in reversed(self._sent(ticket.end, ticket.num_pages)):
+            node.writing &= ~WRITING
+            order.unlink(node)
+            runs.append(node.cells[HOST])
+            node.cells[HOST] = None
+        slots = b"".join(runs)
+        pool.cached -= len(slots) // SLOT_BYTES
+        return slots

@@ -1,0 +1,292 @@
+"""The second tier: what is copied to the host, when, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglcache.core.index import DEVICE, HOST
+from sglcache.core.tiering import WritePolicy
+from sglcache.errors import ConfigError
+from sglcache.testing.journeys import acquire, brief, evict, hashes, ids, new_events, put, rig
+from sglcache.testing.model import LeaseModel
+from sglcache.testing.rig import Rig, Runner
+
+ONE = ids(1, 16)
+
+
+def writes_back(**config: Any) -> tuple[Rig, Runner]:
+    return rig(**{"num_pages": 4, "host_pages": 16, "write_policy": WritePolicy("write_back"), **config})
+
+
+def wait_for(r: Rig, tokens: list[int]) -> LeaseModel:
+    """A lease for which something must be copied first."""
+    assert r.acquire(r.open_session(), tokens) is None
+    r.steps()
+    (waits,) = r.waiting
+    assert waits.acquired is not None
+    return waits.acquired
+
+
+# -- write_through ----------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_written_through_as_they_are_committed() -> None:
+    r, one = rig(host_pages=16)
+    lease = acquire(r, one, ONE)
+    for tokens in (4, 12, 16):
+        r.commit(one, lease, tokens)
+    assert [len(copy.src_slots) // 4 for copy in r.copies] == [1, 2, 1]
+    r.copies_done()
+    assert brief(new_events(r))[1:] == [
+        ("Stored", "GPU", hashes(r, ONE), None),
+        ("Stored", "CPU_PINNED", hashes(r, ONE), None),
+    ]
+
+
+def test_what_found_no_room_is_sent_as_soon_as_there_is_some() -> None:
+    """A lease holds all of the host; the next commit's pages wait for its release, and need no other request."""
+    r, one = rig(num_pages=16, host_pages=4)
+    put(r, one, ONE)
+    lease = acquire(r, one, ONE)
+    put(r, one, ids(101, 108))
+    counters = r.index.counters
+    assert (counters["backup_pages_skipped"], len(r.copies)) == (2, 1)
+    assert not r.more
+    r.release(one, lease)
+    assert r.more
+    r.steps()
+    r.copies_done()
+    assert (counters["backup_pages_skipped"], counters["backups_retried"]) == (2, 1)
+    new_events(r)
+    evict(r, one, 16 - r.model.num_free(DEVICE))
+    assert r.peek(ids(101, 108)) == (0, 8)
+    assert r.peek(ONE) == (0, 0)  # which made room for it
+
+
+def test_a_prompt_that_the_host_can_never_hold_is_not_tried_for_ever() -> None:
+    r, one = rig(num_pages=16, host_pages=4)
+    lease = acquire(r, one, ids(1, 24))
+    r.commit(one, lease, 8)
+    r.commit(one, lease)
+    r.copies_done()
+    r.release(one, lease)
+    assert len(r.model.slot[HOST]) == 2  # of each commit all or nothing
+    assert r.index.backups.num_skipped == 0
+    assert not r.more
+
+
+def test_what_was_evicted_meanwhile_is_not_tried_again() -> None:
+    r, one = rig(num_pages=6, host_pages=4)
+    put(r, one, ONE)
+    lease = acquire(r, one, ONE)
+    put(r, one, ids(101, 108))
+    evict(r, one, 2)
+    assert r.index.backups.num_skipped == 0
+    r.release(one, lease)
+    assert not r.more
+
+
+# -- write_through_selective ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_the_selective_policy_copies_with_the_hit_that_it_asks_for(threshold: int) -> None:
+    r, one = rig(host_pages=16, write_policy=WritePolicy("write_through_selective", threshold))
+    for hit in range(1, threshold + 1):
+        assert not r.copies
+        put(r, one, ONE if hit < threshold else ids(1, 8) + ids(101, 108))
+    assert [len(copy.src_slots) // 4 for copy in r.copies] == [2 if threshold > 1 else 4]
+    r.settle()
+
+
+def test_a_request_that_commits_nothing_is_a_hit_too() -> None:
+    r, one = rig(host_pages=16, write_policy=WritePolicy("write_through_selective", 2))
+    put(r, one, ONE)
+    r.release(one, acquire(r, one, ONE))
+    r.copies_done()
+    assert brief(new_events(r))[-1] == ("Stored", "CPU_PINNED", hashes(r, ONE), None)
+
+
+def test_chunks_of_one_request_are_one_hit() -> None:
+    r, one = rig(host_pages=16, write_policy=WritePolicy("write_through_selective", 2))
+    lease = acquire(r, one, ONE)
+    for tokens in (4, 8, 12, 16):
+        r.commit(one, lease, tokens)
+    r.release(one, lease)
+    assert not r.copies
+
+
+# -- write_back -------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_on_the_host_before_it_is_not_on_the_device() -> None:
+    r, one = writes_back()
+    put(r, one, ONE)
+    assert not r.copies
+    new_events(r)
+    lease = wait_for(r, ids(101, 108))
+    (copy,) = r.in_flight()
+    assert new_events(r) == []
+    r.copy_done(copy)
+    r.steps()
+    assert not lease.waiting
+    h = hashes(r, ONE)
+    assert brief(new_events(r)) == [("Stored", "CPU_PINNED", h, None), ("Removed", "GPU", h)]
+    assert r.peek(ONE) == (0, 16)
+    r.settle()
+
+
+def test_no_more_is_copied_than_has_to_go() -> None:
+    r, one = writes_back(num_pages=8)
+    for first in (1, 101, 201, 301):
+        put(r, one, ids(first, first + 7))
+    wait_for(r, ids(901, 909))
+    assert [len(copy.pages) for copy in r.in_flight()] == [2, 2]
+    r.settle()
+
+
+def test_what_is_on_the_host_already_goes_at_once() -> None:
+    r, one = writes_back()
+    put(r, one, ONE)
+    wait_for(r, ids(101, 116))
+    r.settle()
+    back = acquire(r, one, ONE)
+    r.copies_done()
+    r.release(one, back)
+    copies = len(r.copies)
+    assert isinstance(r.acquire(one, ids(201, 216)), LeaseModel)
+    assert len(r.copies) == copies
+    r.settle()
+
+
+def test_whom_somebody_uses_meanwhile_stays() -> None:
+    r, one = writes_back(num_pages=9)
+    put(r, one, ONE)
+    put(r, one, ids(101, 116))
+    wait_for(r, ids(201, 212))
+    (copy,) = r.in_flight()
+    # It comes behind the one that waits, and so does its match: pinned at once, answered later.
+    assert r.acquire(one, [*ONE, 99]) is None
+    r.copy_done(copy)
+    assert r.peek(ONE) == (16, 16)
+    r.settle()
+
+
+@pytest.mark.parametrize("why", ["the copy fails", "the host is full"])
+def test_what_cannot_be_copied_is_no_reason_to_wait(why: str) -> None:
+    r, one = writes_back(host_pages=4 if why == "the copy fails" else 2)
+    put(r, one, ONE)
+    if why == "the copy fails":
+        lease = wait_for(r, ids(101, 108))
+        r.copy_done(r.in_flight()[0], ok=False)
+        r.steps()
+        assert not lease.waiting
+    else:
+        acquire(r, one, ids(101, 108))
+    assert r.peek(ONE) == (0, 0)
+    assert len(r.model.slot[HOST]) == 0
+    r.settle()
+
+
+def test_a_clear_copies_nothing() -> None:
+    r, one = writes_back()
+    put(r, one, ONE)
+    r.clear(None)
+    assert not r.copies
+    assert r.peek(ONE) == (0, 0)
+
+
+# -- load-back --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("threshold", "matched"), [(0, 16), (16, 16), (17, 0)])
+def test_a_host_hit_below_the_threshold_is_computed_again(threshold: int, matched: int) -> None:
+    r, one = rig(num_pages=4, host_pages=16, load_back_threshold=threshold)
+    put(r, one, ONE)
+    evict(r, one, 4)
+    new_events(r)
+    assert r.peek(ONE) == (0, matched)
+    lease = acquire(r, one, ONE)
+    assert lease.matched * 4 == matched
+    r.commit(one, lease)
+    r.copies_done()
+    r.release(one, lease)
+    assert brief(new_events(r)) == [("Stored", "GPU", hashes(r, ONE), None)]  # revived, and told of, either way
+    r.settle()
+
+
+def test_loads_beyond_the_quota_are_computed_again() -> None:
+    r, one = rig(num_pages=12, host_pages=16, load_back_quota=5)
+    for first in (1, 101):
+        put(r, one, ids(first, first + 15))
+    evict(r, one, 8)
+    first = acquire(r, one, ONE)
+    second = acquire(r, one, ids(101, 116))
+    assert (first.matched, second.matched) == (4, 0)
+    assert r.index.counters["loads_declined"] == 1
+    r.copies_done()
+    assert r.peek(ids(101, 116)) == (0, 16)
+    r.settle()
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_eviction_beside_its_own_path_takes_nothing_from_a_lease() -> None:
+    """The sibling that goes leaves a single child, which joins its parent: both are the lease's."""
+    r, one = rig(num_pages=6)
+    put(r, one, ids(1, 8))
+    put(r, one, ids(1, 4) + ids(101, 108))
+    lease = acquire(r, one, ids(1, 8) + ids(201, 212))
+    assert (lease.matched, len(lease.table)) == (2, 5)
+    r.settle()
+
+
+def test_a_policy_that_there_is_none_of_is_refused() -> None:
+    with pytest.raises(ConfigError, match="write_through_selective, write_back"):
+        WritePolicy("write_around")
+
+
+# -- the traces of SGLang's HiRadixCache (0.5.19), page size 2, with our events beside --------------------------------
+
+
+def test_the_worked_trace_of_write_through() -> None:
+    """Ours differ in three places: a commit that revives says so (their 6 says nothing), a load is told when its bytes
+    are there (their 7 at submission), and so every removal has its store (their 8 removes what was not announced)."""
+    r, one = rig(page_size=2, num_pages=8, host_pages=8, hash_name="sha256")
+    A, B, C, D = (  # noqa: N806
+        3817746824117602890,
+        -4216701448867210342,
+        5371148316746243504,
+        -1109091013351789073,
+    )
+    put(r, one, [1, 2, 3, 4], ack=False)
+    assert brief(new_events(r))[1:] == [("Stored", "GPU", [A, B], None)]
+    put(r, one, ids(1, 6), ack=False)
+    assert brief(new_events(r)) == [("Stored", "GPU", [C], B)]
+    put(r, one, [1, 2, 9, 9], ack=False)
+    assert brief(new_events(r)) == [("Stored", "GPU", [D], A)]
+    assert r.index.pools[DEVICE].locked == 4
+    r.copies_done()
+    assert brief(new_events(r)) == [("Stored", "CPU_PINNED", [A, B, C], None), ("Stored", "CPU_PINNED", [D], A)]
+    assert r.index.pools[DEVICE].locked == 0
+    evict(r, one, 4)
+    assert brief(new_events(r)) == [("Removed", "GPU", [B, C, D, A])]  # B and C are one node by now
+    assert r.peek(ids(1, 6)) == (0, 6)
+    lease = acquire(r, one, [1, 2, 3, 4])
+    assert lease.matched == 2  # loaded, not computed
+    assert brief(new_events(r)) == []
+    r.copies_done()
+    r.release(one, lease)
+    assert brief(new_events(r)) == [("Stored", "GPU", [A, B], None)]
+    lease = acquire(r, one, ids(1, 6))
+    assert brief(new_events(r)) == []
+    r.copies_done()
+    r.release(one, lease)
+    assert brief(new_events(r)) == [("Stored", "GPU", [C], B)]
+    evict(r, one, 3)
+    assert brief(new_events(r)) == [("Removed", "GPU", [B, C, A])]
+    r.clear(None)
+    assert brief(new_events(r)) == [("AllBlocksCleared", None, None)]
