@@ -428,6 +428,10 @@ def _show_status(facts: dict[str, Any]) -> None:
     asked, matched = counters["request_tokens"], counters["matched_tokens"]
     rate = f"{100 * matched / asked:.1f} %" if asked else "none yet"
     console.print(f"acquires  {counters['requests']:,} granted, {counters['refused']:,} refused; hit rate {rate}")
+    for tier, kept in (("device", "demoted"), ("host", "unbacked"))[: len(facts["pools"])]:
+        names = (f"evicted_{tier}_pages", f"{kept}_pages", f"cleared_{tier}_pages")
+        evicted, moved, cleared = (counters[name] for name in names)
+        console.print(f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {cleared:,} cleared")
     if stream is None:
         console.print("stream    off")
     else:

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglcache import Client
 from sglcache.bench import trace as traces
 from sglcache.bench.replay import conversations
+from sglcache.testing.daemon import until
 
 FREE_PORTS = ("events.endpoint=tcp://127.0.0.1:0", "events.replay_endpoint=tcp://127.0.0.1:0", "http.port=0")
 
@@ -138,6 +140,36 @@ def test_a_replay_verifies_every_page_and_the_mirror_equals_the_index(empty: Dae
     for tier in ("device", "host"):
         assert report["tiers"][tier]["index_blocks"] == report["tiers"][tier]["mirror_blocks"] > 0
     assert empty.status()["violations"] == []
+
+
+def test_why_pages_left_is_in_the_metrics_and_in_the_status(empty: Daemon) -> None:
+    """A20: a device too small for the trace is short of room, and a clear is no shortage."""
+
+    def removed() -> dict[tuple[str, str], int]:
+        with urllib.request.urlopen(f"{empty.status()['http']}/metrics") as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        (family,) = (family for family in families if family.name == "sglcache_removed_pages")
+        return {(it.labels["tier"], it.labels["reason"]): int(it.value) for it in family.samples}
+
+    before = removed()
+    assert empty.run("replay", "--limit", "150").returncode == 0
+    until(lambda: empty.status()["gauges"]["num_copies"] == 0)
+    after = removed()
+    cached = {pool["tier"].lower(): pool["cached"] for pool in empty.status()["pools"]}
+    assert after["device", "demoted"] > before["device", "demoted"]
+    assert {key: count for key, count in after.items() if key[1] == "cleared"} == {
+        key: count for key, count in before.items() if key[1] == "cleared"
+    }
+    assert empty.run("clear").returncode == 0
+    cleared = removed()
+    assert {key: cleared[key] - after[key] for key in cleared} == {
+        key: cached[key[0]] if key[1] == "cleared" else 0 for key in cleared
+    }
+    told = empty.run("status").stdout
+    for tier, kept in (("device", "demoted"), ("host", "unbacked")):
+        evicted, moved, dropped = (cleared[tier, reason] for reason in ("evicted", kept, "cleared"))
+        line = f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {dropped:,} cleared"
+        assert line in told
 
 
 def test_a_replay_finds_a_page_with_wrong_bytes(empty: Daemon, tmp_path: Path) -> None:

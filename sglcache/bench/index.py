@@ -258,7 +258,7 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
         "batches": driver.num_batches,
         "nodes": index.stats().num_nodes,
         "evicted_nodes": counters["evicted_nodes"],
-        "evicted_pages": counters["evicted_device_pages"],
+        "evicted_pages": counters["evicted_device_pages"] + counters["demoted_pages"],
         "sliced_evictions": driver.num_slices,
         "copies": driver.num_copies,
     }

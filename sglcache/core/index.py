@@ -140,6 +140,12 @@ class _Waiting:
     growths: Sequence[_Growth | SglcacheError] = ()  # an extend's: what will be, and what was refused already
 
 
+# What a page that leaves a tier is counted as: to make room, and the other tier does not have it; to make room, and the
+# other has it; by a clear.
+LEFT = (
+    ("evicted_device_pages", "demoted_pages", "cleared_device_pages"),
+    ("evicted_host_pages", "unbacked_pages", "cleared_host_pages"),
+)
 COUNTERS = (
     "requests",
     "request_tokens",
@@ -149,9 +155,7 @@ COUNTERS = (
     "committed_pages",
     "duplicate_pages",
     "evicted_nodes",
-    "evicted_device_pages",
-    "evicted_host_pages",
-    "demoted_pages",
+    *(name for reasons in LEFT for name in reasons),
     "backup_pages",
     "backup_pages_skipped",
     "backups_retried",
@@ -593,6 +597,8 @@ class Index:
                 self._clear_slice()
             return {tier: pages}
         cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools)}
+        for reasons, pool in zip(LEFT, self.pools, strict=False):
+            self.counters[reasons[2]] += pool.cached
         self.pools[:] = [SlotPool(pool.total) for pool in self.pools]
         self._graves += self.tree.drop_all()
         self.backups.forget()
@@ -1318,8 +1324,11 @@ class Index:
                 self.drop(c, node)
         return pool.free >= num_pages
 
-    def drop(self, c: int, node: Node) -> None:
-        """Take an unlocked cell from a node, which has no descendant with one; the node goes with its last cell."""
+    def drop(self, c: int, node: Node, cleared: bool = False) -> None:
+        """Take an unlocked cell from a node, which has no descendant with one; the node goes with its last cell.
+
+        `cleared`: by a clear, not to make room.
+        """
         tree, pool = self.tree, self.pools[c]
         run = node.cells[c]
         self.change(c, node, False)
@@ -1328,14 +1337,12 @@ class Index:
         pages = len(run) // SLOT_BYTES
         pool.cached -= pages
         pool.give(run)
+        kept = len(self.pools) > HOST and node.cells[1 - c] is not None
         counters = self.counters
-        counters["evicted_nodes"] += 1
-        counters["evicted_device_pages" if c == DEVICE else "evicted_host_pages"] += pages
-        for other in range(len(self.pools)):
-            if node.cells[other] is not None:
-                if c == DEVICE:
-                    counters["demoted_pages"] += pages
-                return
+        counters["evicted_nodes"] += not cleared
+        counters[LEFT[c][2 if cleared else kept]] += pages
+        if kept:
+            return
         parent = node.parent
         assert parent is not None
         self.backups.forget(node)
@@ -1400,7 +1407,7 @@ class Index:
                     job[1] = 0
                 continue
             before = pool.cached
-            self.drop(c, node)
+            self.drop(c, node, cleared=True)
             job[1] -= before - pool.cached
         if job[1] <= 0:
             self._clearing.pop(0)

@@ -25,6 +25,12 @@ class Family(NamedTuple):
     samples: list[tuple[dict[str, str], float]]
 
 
+LEFT = "sglcache_removed_pages"
+WHY_LEFT = (
+    "Cached pages that left a tier: evicted to make room, and no tier has them; demoted to make room on the device, "
+    "the host has them; unbacked to make room on the host, the device has them; cleared by a clear."
+)
+
 # The index's counters: its name for one, ours, the labels that tell it from its siblings, the help.
 COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("requests", "sglcache_acquires", {}, "Acquires that were granted."),
@@ -36,9 +42,12 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("committed_pages", "sglcache_committed_pages", {}, "Pages that commits gave to the index."),
     ("duplicate_pages", "sglcache_duplicate_pages", {}, "Committed pages that the index had from another already."),
     ("evicted_nodes", "sglcache_evicted_nodes", {}, "Runs of pages taken off a tier to make room."),
-    ("evicted_device_pages", "sglcache_evicted_pages", {"tier": "device"}, "Pages taken off a tier to make room."),
-    ("evicted_host_pages", "sglcache_evicted_pages", {"tier": "host"}, "Pages taken off a tier to make room."),
-    ("demoted_pages", "sglcache_demoted_pages", {}, "Pages evicted from the device that stayed on the host."),
+    ("evicted_device_pages", LEFT, {"tier": "device", "reason": "evicted"}, WHY_LEFT),
+    ("demoted_pages", LEFT, {"tier": "device", "reason": "demoted"}, WHY_LEFT),
+    ("cleared_device_pages", LEFT, {"tier": "device", "reason": "cleared"}, WHY_LEFT),
+    ("evicted_host_pages", LEFT, {"tier": "host", "reason": "evicted"}, WHY_LEFT),
+    ("unbacked_pages", LEFT, {"tier": "host", "reason": "unbacked"}, WHY_LEFT),
+    ("cleared_host_pages", LEFT, {"tier": "host", "reason": "cleared"}, WHY_LEFT),
     ("backup_pages", "sglcache_backup_pages", {}, "Pages sent to the host."),
     ("backup_pages_skipped", "sglcache_backup_skipped_pages", {}, "Pages not sent to the host for want of room."),
     ("backups_failed", "sglcache_copies_failed", {"direction": "backup"}, "Copies between tiers that failed."),

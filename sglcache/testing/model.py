@@ -135,6 +135,7 @@ class Eviction(NamedTuple):
     wakes: int  # answers of the same turn that were given before
     leaving: bool = False  # it stays until a copy of it is over
     left: bool = False  # that copy is over
+    cleared: bool = False  # it went by a clear
 
 
 @dataclass(eq=False)
@@ -190,6 +191,7 @@ class Model:
         # The change that freed a slot: (clears, tier, page, number of that change). Who gets the slot next
         # must not hear of it before the stream has said so.
         self.freed_by: tuple[dict[int, tuple[int, Page, int]], dict[int, tuple[int, Page, int]]] = ({}, {})
+        self.left: Counter[tuple[int, str]] = Counter()  # pages that left a tier, by the reason
 
     # -- holds and the order of eviction --------------------------------------------------------------
 
@@ -323,6 +325,8 @@ class Model:
                 continue
             for page in reversed(eviction.node):
                 parents[page.parent] -= 1
+                kept = page in self.slot[1 - tier]
+                self.left[tier, "cleared" if eviction.cleared else "kept" if kept else "evicted"] += 1
                 self.drop(tier, page)
 
     def _check_order(self, tier: int, eviction: Eviction) -> None:
@@ -661,6 +665,7 @@ class Model:
         """AllBlocksCleared: every page of every tier is gone at once."""
         for tier in (DEVICE, HOST):
             for page in list(self.slot[tier]):
+                self.left[tier, "cleared"] += 1
                 self.drop(tier, page)
         self.changes.clear()
         self.clears += 1

@@ -18,7 +18,7 @@ import numpy as np
 
 from sglcache.core import invariants
 from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
-from sglcache.core.index import Index, IndexConfig
+from sglcache.core.index import LEFT, Index, IndexConfig
 from sglcache.core.key import ROOT, Namespace
 from sglcache.core.leases import Ticket
 from sglcache.core.tiering import Backups
@@ -108,9 +108,9 @@ class Watched(Index):
         self.backups = self.watched = WatchedBackups(self, config.write_policy)
         self.writes = self.backups.writes
 
-    def drop(self, c: int, node: Node) -> None:
-        self._note(c, node, left=self.watched.leaving)
-        super().drop(c, node)
+    def drop(self, c: int, node: Node, cleared: bool = False) -> None:
+        self._note(c, node, left=self.watched.leaving, cleared=cleared)
+        super().drop(c, node, cleared)
 
     def path(self, node: Node) -> tuple[Page, ...]:
         """All pages up to the end of `node`."""
@@ -335,6 +335,7 @@ class Rig:
             need = None
         elif need is not None:
             need -= model.num_free(tier)
+            assert not any(each.cleared for each in evictions), "called cleared, and went to make room"
         model.evicted(tier, evictions, need)
 
     def _no_news(self, tier: int, slot: int) -> None:
@@ -924,6 +925,7 @@ class Rig:
 
         def then(result: dict[Tier, int] | SglcacheError) -> None:
             assert isinstance(result, Busy) is busy, f"clear with busy={busy}: {result!r}"
+            assert all(each.cleared for each in self.index.evictions), "a clear takes nothing to make room"
             if not isinstance(result, SglcacheError) and tier is None:
                 assert result == {Tier(t): len(model.slot[t]) for t in range(2 if model.total[HOST] else 1)}
                 model.cleared()
@@ -1022,6 +1024,10 @@ class Rig:
             assert told == counts, (
                 f"{pool.tier.name}: (cached, locked, leased, fenced, free) are {told}, should be {counts}"
             )
+        for tier, names in enumerate(LEFT):
+            for name, reason in zip(names, ("evicted", "kept", "cleared"), strict=True):
+                counted = stats.counters[name], model.left[tier, reason]
+                assert counted[0] == counted[1], f"{name} is {counted[0]}, should be {counted[1]}"
         leases = sum(len(session.leases) for session in model.sessions.values())
         assert (stats.num_leases, stats.num_fenced_leases) == (leases, len(model.fenced))
         assert stats.num_copies == len(model.copies)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sglcache.core import hashing
-from sglcache.core.index import DEVICE, HOST
+from sglcache.core.index import DEVICE, HOST, LEFT
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import Busy, SglcacheError
 from sglcache.testing.journeys import acquire, brief, evict, hashes, ids, new_events, pages, put, rig
@@ -428,6 +428,55 @@ def test_a19_stores_of_two_requests_that_follow_each_other_are_one_event() -> No
 
 
 # -- A22: clear -----------------------------------------------------------------------------------------------
+
+
+def left(r: Rig) -> dict[str, int]:
+    """How many pages were counted as having left a tier, by what is not 0."""
+    counters = r.index.stats().counters
+    return {name: counters[name] for reasons in LEFT for name in reasons if counters[name]}
+
+
+def test_a20_of_every_page_that_left_a_tier_the_reason_is_counted() -> None:
+    r, one = rig(num_pages=4, host_pages=4)
+    put(r, one, ids(1, 16))
+    lease = acquire(r, one, ids(1, 8) + [4_000_000_000] * 8)  # h3 and h4 must go, h1 and h2 are in use
+    assert left(r) == {"demoted_pages": 2}
+    events = brief(new_events(r))
+    h = hashes(r, ids(1, 16))
+    told = [("Stored", "GPU", h, None), ("Stored", "CPU_PINNED", h, None), ("Removed", "GPU", h[2:])]
+    assert events[1:] == told, "on the host before it is off the device"
+    r.cancel(one, lease)
+    put(r, one, ids(101, 104))  # its copy to the host takes the place of h4, and a node goes as a whole
+    assert left(r) == {"demoted_pages": 2, "evicted_host_pages": 2}
+    assert r.clear() == {Tier.DEVICE: 3, Tier.HOST: 3}
+    assert left(r) == {
+        "demoted_pages": 2,
+        "evicted_host_pages": 2,
+        "cleared_device_pages": 3,
+        "cleared_host_pages": 3,
+    }
+
+
+def test_a20_what_the_host_lets_go_of_is_not_lost_while_the_device_has_it() -> None:
+    r, one = rig(num_pages=8, host_pages=2)
+    put(r, one, ids(1, 8))
+    put(r, one, ids(101, 108))
+    assert left(r) == {"unbacked_pages": 2}
+    evict(r, one, 2)
+    assert left(r) == {"unbacked_pages": 2, "evicted_device_pages": 2}
+    assert r.index.stats().counters["evicted_nodes"] == 2
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_a20_a_cleared_tier_was_not_short_of_room(tier: Tier) -> None:
+    r, one = rig(num_pages=16, host_pages=16, evict_slice=1)
+    for first in (1, 101, 201):
+        put(r, one, ids(first, first + 7))
+    r.clear(tier)
+    put(r, one, ids(301, 308))
+    r.steps()
+    assert left(r) == {f"cleared_{tier.name.lower()}_pages": 6}
+    assert r.index.stats().counters["evicted_nodes"] == 0
 
 
 def test_a22_a_clear_does_all_or_says_what_holds_it() -> None:

@@ -172,6 +172,17 @@ def a_match_that_a_copy_locks() -> None:
     rig.settle()
 
 
+def a_tier_is_cleared() -> None:
+    """For want of nothing."""
+    rig = Rig(page_size=4, num_pages=16)
+    runner = rig.open_session()
+    lease = rig.acquire(runner, range(16))
+    assert isinstance(lease, LeaseModel)
+    rig.commit(runner, lease)
+    rig.release(runner, lease)
+    rig.clear(Tier.DEVICE)
+
+
 def two_requests_one_sequence() -> None:
     """The second goes on where the first ended, within one batch, and is told of by another name."""
     rig = Rig(page_size=4, num_pages=16)
@@ -904,6 +915,22 @@ MUTATIONS = [
     # -- slots
     mutation("an evicted slot is freed twice", Index, "drop", "pool.give(run)", "pool.give(run), pool.give(run)"),
     mutation(
+        "what the host still has counts as lost",
+        Index,
+        "drop",
+        "cells[1 - c] is not None",
+        "cells[c] is not None",
+        **TWO_TIERS,
+    ),
+    mutation(
+        "what a clear takes counts as evicted for want of room",
+        Index,
+        "_clear_slice",
+        "cleared=True",
+        "cleared=False",
+        by=a_tier_is_cleared,
+    ),
+    mutation(
         "an evicted page is freed in halves",
         Index,
         "drop",
@@ -941,6 +968,7 @@ def test_the_same_programs_pass_without_a_bug() -> None:
     a_session_ends_with_a_cancel()
     a_match_that_a_copy_locks()
     two_requests_one_sequence()
+    a_tier_is_cleared()
     small_heaps()
     whoever_waits_is_refused()
     for fixed in ({}, TWO_TIERS, LOADS, TWO_POLICIES, {"bigram": True}):

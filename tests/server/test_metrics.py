@@ -7,7 +7,7 @@ import re
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglcache.core.index import Index, IndexConfig
+from sglcache.core.index import LEFT, Index, IndexConfig
 from sglcache.net.publisher import PublisherStats
 from sglcache.server.metrics import COUNTERS, GAUGES, STREAM, of_lives, of_rank
 from sglcache.server.metrics import page as joined
@@ -52,6 +52,22 @@ def test_the_states_of_the_pages_add_up_to_the_pool() -> None:
     assert found["sglcache_acquires_total",] == 1
     assert found["sglcache_acquire_tokens_total",] == 12
     assert found["sglcache_stream_sent_batches_total",] == 7
+
+
+def test_pages_that_left_are_one_family_by_tier_and_reason() -> None:
+    """A20: whoever adds them up over the reasons has what left, and what was lost is `evicted` alone."""
+    index = Index(IndexConfig(page_size=4, num_pages=8, host_pages=6))
+    for number, name in enumerate(name for reasons in LEFT for name in reasons):
+        index.counters[name] = 1 << number
+    found = {key[1:]: value for key, value in samples(page(index)).items() if key[0] == "sglcache_removed_pages_total"}
+    assert found == {
+        ("evicted", "device"): 1,
+        ("demoted", "device"): 2,
+        ("cleared", "device"): 4,
+        ("evicted", "host"): 8,
+        ("unbacked", "host"): 16,
+        ("cleared", "host"): 32,
+    }
 
 
 def test_with_events_off_there_is_no_stream_to_tell_of() -> None:
