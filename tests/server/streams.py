@@ -73,6 +73,11 @@ class Listener:
 
 def replayed(endpoint: str, start: int) -> list[tuple[int, Batch]]:
     """What replay answers from that number on."""
+    return [(number, decode_batch(payload)) for number, payload in payloads(endpoint, start)]
+
+
+def payloads(endpoint: str, start: int) -> list[tuple[int, bytes]]:
+    """The same, as it is on the wire."""
     context = zmq.Context()
     try:
         dealer = context.socket(zmq.DEALER)
@@ -85,7 +90,7 @@ def replayed(endpoint: str, start: int) -> list[tuple[int, Batch]]:
             _, _, seq, payload = dealer.recv_multipart()
             if seq == END:
                 return batches
-            batches.append((int.from_bytes(seq, "big"), decode_batch(payload)))
+            batches.append((int.from_bytes(seq, "big"), payload))
     finally:
         context.destroy(linger=0)
 
