@@ -1,4 +1,4 @@
-"""Every hash on a real daemon's stream is what its tokens make it: an outsider computes it anew, from the payloads alone.
+"""Every hash on a real daemon's stream is what its tokens make it: an outsider computes it from the payloads alone.
 
 The outsider has msgpack, hashlib and xxhash, and no code of the daemon's: a block's name is the first 8 bytes, as a
 big-endian signed integer, of H(digest of the block before ‖ its tokens as uint32 LE), of bigrams both of each pair.
