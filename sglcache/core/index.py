@@ -417,7 +417,7 @@ class Index:
         room = copying = None  # looked up where they matter: pages to be had now, and when copies of ours end
         for item in items:
             try:
-                lease, num_fresh = self._growth(s, item)
+                lease, num_fresh = self._growth(s, item, growths)
                 if num_fresh and (need + num_fresh > pool.free or self._waiting):
                     if room is None:
                         room = self._room((), None, 0)
@@ -947,8 +947,8 @@ class Index:
         self._effects.append(Copy(load.id, name, Tier.HOST, Tier.DEVICE, source, target, lease.id))
         return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, table, load.id)
 
-    def _growth(self, s: Session, item: Extension) -> tuple[Lease, int]:
-        """Whom an item extends, and by how many pages. Changes nothing."""
+    def _growth(self, s: Session, item: Extension, before: Sequence[_Growth | SglcacheError]) -> tuple[Lease, int]:
+        """Whom an item extends, and by how many pages; `before` it in its command are these. Changes nothing."""
         lease, tokens, reserve, upto = item
         held = self._lease(s, LeaseId(lease))
         if len(tokens) % TOKEN_BYTES or reserve < 0 or (upto is not None and upto < 0):
@@ -957,6 +957,11 @@ class Index:
                 f"upto {upto}"
             )
         if held.extending:
+            if any(isinstance(growth, _Growth) and growth.lease is held for growth in before):
+                raise BadRequest(
+                    f"lease {lease} stands twice in one extend; give all its tokens in one item, or send two commands",
+                    lease=lease,
+                )
             raise BadRequest(f"lease {lease} has an extend under way; wait for its answer", lease=lease)
         have = held.num_bytes + len(tokens) + reserve * TOKEN_BYTES
         if upto is not None:

@@ -375,6 +375,7 @@ def test_a_lease_is_extended_once_by_a_command() -> None:
     extended = r.extend_all(runner, [(lease, pack([2] * 4), 0, None), (lease, pack([3] * 4), 0, None)])
     assert isinstance(extended, Extended)
     assert [type(each) for each in extended.results] == [bytes, BadRequest]
+    assert "stands twice in one extend; give all its tokens in one item" in str(extended.results[1])
     assert isinstance(r.extend(runner, lease, [3] * 4), bytes)
     r.settle()
 
