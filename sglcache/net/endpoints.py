@@ -7,6 +7,7 @@ either: the supervisor, which only plans, does without.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -133,6 +134,25 @@ def bind(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> 
     bound = sock.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
     return replace(endpoint, port=int(bound.rstrip(b"\0").rpartition(b":")[2]))
+
+
+class Place:
+    """The file of an ipc socket that was bound, to be removed before the socket is closed: libzmq leaves it."""
+
+    def __init__(self, endpoint: Ipc) -> None:
+        self._path = os.path.abspath(endpoint.path)  # whatever the working directory is in the end
+        self._file = os.stat(self._path)
+
+    def remove(self) -> None:
+        """Unless another has taken the path meanwhile, or the file is gone."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self._path), self._file):
+                os.unlink(self._path)
+
+
+def place_of(endpoint: Endpoint) -> Place | None:
+    """What is to be removed when the socket bound there is closed. None: nothing, in no file system is a name of it."""
+    return None if isinstance(endpoint, Tcp) or endpoint.path.startswith("@") else Place(endpoint)
 
 
 def dial(sock: zmq.Socket[bytes], endpoint: Endpoint, key: str = "endpoint") -> Endpoint:

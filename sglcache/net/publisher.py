@@ -24,7 +24,7 @@ import zmq
 
 from sglcache.errors import ClosedError, ConfigError
 from sglcache.net.curve import Curve
-from sglcache.net.endpoints import Endpoint, bind, dial
+from sglcache.net.endpoints import Endpoint, Place, bind, dial, place_of
 from sglcache.net.replay import Pause, Replay, Source, Turns
 from sglcache.net.ring import Entry, Ring
 
@@ -119,6 +119,7 @@ class Publisher:
         self._progress = False  # whether a reader took something in this turn
         self._retry_s = RETRY_S[0]
         self._closed = False
+        self._places: list[Place] = []
         self._context = zmq.Context()
         self.curve = curve
         self._guard = curve.guard(self._context) if curve is not None else None
@@ -126,13 +127,13 @@ class Publisher:
         self._pub = self._socket(zmq.XPUB, hwm)
         self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell every subscription, to count them
         try:
-            self._endpoint = str((dial if connect else bind)(self._pub, endpoint, keys[0]))
+            self._endpoint = str((dial if connect else self._bind)(self._pub, endpoint, keys[0]))
             self._replay_endpoint = None
             if replay_endpoint is not None:
                 self._router = self._socket(zmq.ROUTER, replay_hwm)
                 self._router.setsockopt(zmq.SNDBUF, REPLAY_SNDBUF)
                 self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished reader is an error, not silence
-                self._replay_endpoint = str(bind(self._router, replay_endpoint, keys[1]))
+                self._replay_endpoint = str(self._bind(self._router, replay_endpoint, keys[1]))
         except ConfigError:
             self.close(linger_s=0)
             raise
@@ -399,7 +400,15 @@ class Publisher:
         self.detach()
         if self._guard is not None:
             self._guard.stop()
+        for place in self._places:
+            place.remove()
         self._context.destroy(linger=int(linger_s * 1000))
+
+    def _bind(self, sock: zmq.Socket[bytes], endpoint: Endpoint, key: str) -> Endpoint:
+        bound = bind(sock, endpoint, key)
+        if (place := place_of(bound)) is not None:
+            self._places.append(place)
+        return bound
 
     def _socket(self, kind: int, hwm: int) -> zmq.Socket[bytes]:
         sock = self._context.socket(kind)

@@ -172,7 +172,31 @@ def test_ipc_serves_both_sockets(make: Callable[..., Publisher], peers: Peers, t
     assert receive(sub, 1) == [[b"", be64(1), b"x"]]
     assert answer(publisher, peers.ask(publisher, b"", be64(0))) == [[b"", b"", be64(1), b"x"], END]
     publisher.close()
-    assert make(Ipc(str(tmp_path / "live")), None).endpoint == publisher.endpoint  # the next one takes it over
+    assert list(tmp_path.iterdir()) == [], "no socket stays behind"
+    assert make(Ipc(str(tmp_path / "live")), None).endpoint == publisher.endpoint
+
+
+def test_what_another_put_at_an_ipc_path_is_not_removed(make: Callable[..., Publisher], tmp_path: Path) -> None:
+    path = tmp_path / "live"
+    first = make(Ipc(str(path)), None)
+    path.unlink()
+    second = make(Ipc(str(path)), None)
+    first.close()
+    assert path.is_socket()
+    second.close()
+    assert not path.exists()
+
+
+def test_a_publisher_that_could_not_bind_leaves_no_socket_behind(
+    make: Callable[..., Publisher], tmp_path: Path
+) -> None:
+    taken = parse(make(replay=None).endpoint)
+    with pytest.raises(ConfigError):
+        make(Ipc(str(tmp_path / "live")), taken)
+    assert list(tmp_path.iterdir()) == []
+    abstract = make(Ipc(f"@{tmp_path}/live"), None)
+    abstract.close()
+    assert make(Ipc(f"@{tmp_path}/live"), None).endpoint == abstract.endpoint
 
 
 def test_what_can_not_be_bound_is_named_and_nothing_stays_bound(make: Callable[..., Publisher]) -> None:

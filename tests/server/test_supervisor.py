@@ -535,6 +535,7 @@ def test_an_ipc_endpoint_has_a_path_for_each_rank(tmp_path: Path) -> None:
         epoch = daemon.rank(1).epoch
         assert replayed(f"ipc://{tmp_path}/replay-1", epoch)[0][0] == epoch
         assert daemon.ask()["kv_events"] is None
+    assert not [path for path in tmp_path.iterdir() if path.is_socket()], "a stop takes all of them along"
 
 
 def test_ipv6_serves_routers_and_browsers(tmp_path: Path, ipv6: bool) -> None:
