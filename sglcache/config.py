@@ -355,7 +355,11 @@ class HttpConfig(Section):
     enabled: bool = Field(
         default=True, description="false: no port; the pages are then on a unix socket only, where the CLI asks."
     )
-    host: str = Field(default="127.0.0.1", min_length=1, description="The address to bind; 0.0.0.0 for every one.")
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="The address to bind; 0.0.0.0 for every one of IPv4, :: for those of IPv6 as well.",
+    )
     port: Port = Field(default=30080, description="The port to bind; 0: the system's choice.")
 
 

@@ -28,7 +28,8 @@ def tcp(host: str, port: int, key: str) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # `::` leaves 0.0.0.0 to others
+                # `::` is every address of the host, IPv4 ones too, as it is for the event stream.
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
             sock.bind(address)
             sock.listen(BACKLOG)
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def test_a_port_that_is_taken_is_a_config_error_with_the_remedy() -> None:
 )
 def test_the_url_is_what_a_browser_on_this_host_wants(host: str, url: str) -> None:
     assert doors.url(host, 7) == url
+
+
+def test_two_colons_are_every_address_of_ipv4_too(ipv6: bool) -> None:
+    """As they are for the event stream, so that one of the two is not left out by a probe or a router."""
+    if not ipv6:
+        pytest.skip("this host has no IPv6")
+    with doors.tcp("::", 0, "http.port") as sock:
+        port = sock.getsockname()[1]
+        for address in ("127.0.0.1", "::1"):
+            socket.create_connection((address, port)).close()
+    with doors.tcp("::1", 0, "http.port") as sock, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", sock.getsockname()[1]))
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
