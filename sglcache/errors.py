@@ -14,6 +14,11 @@ from typing import Any, ClassVar
 EXTRAS = {"torch": "runner", "transformers": "transformers"}
 
 
+def with_article(noun: str) -> str:
+    """A noun behind its article, for messages: a runner, an observer."""
+    return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
+
+
 class SglcacheError(Exception):
     """Whatever sglcache refuses or fails at. `facts` holds what a program wants to know."""
 

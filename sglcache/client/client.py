@@ -39,7 +39,7 @@ from sglcache import paths
 from sglcache.client.connection import Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
 from sglcache.core.key import pack
-from sglcache.errors import BadRequest, ClosedError, ConfigError, SglcacheError
+from sglcache.errors import BadRequest, ClosedError, ConfigError, SglcacheError, with_article
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.rings import EventRing, LoadRingReader
 from sglcache.units import Tier
@@ -172,7 +172,9 @@ class Member:
         """The one device pool that this member maps: `pool.k[layer][slots]` is where KV is read and written."""
         pools = self.pools
         if len(pools) != 1:
-            raise BadRequest(f"a {self.role} of {self.geometry.num_shards} shards maps {len(pools)} pools; use `pools`")
+            raise BadRequest(
+                f"{with_article(self.role)} of {self.geometry.num_shards} shards maps {len(pools)} pools; use `pools`"
+            )
         return pools[0]
 
     def ping(self) -> None:
@@ -186,7 +188,7 @@ class Member:
         TransferError: the load failed. Unavailable: the daemon is gone.
         """
         if self._loads is None:
-            raise BadRequest(f"a {self.role} maps no pages that could be loaded; its workers wait")
+            raise BadRequest(f"{with_article(self.role)} maps no pages that could be loaded; its workers wait")
         slot, generation = load
         for each in range(self.geometry.num_layers) if layer is None else (layer,):
             if self._loads.done(slot, generation, each):

@@ -22,7 +22,15 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from sglcache.errors import BadRequest, ClosedError, Forbidden, ProtocolError, SglcacheError, Unavailable
+from sglcache.errors import (
+    BadRequest,
+    ClosedError,
+    Forbidden,
+    ProtocolError,
+    SglcacheError,
+    Unavailable,
+    with_article,
+)
 from sglcache.wire import control
 from sglcache.wire.control import HEADER
 
@@ -164,7 +172,8 @@ class Connection:
         payload = _encode(command)
         if len(payload) > control.MAX_FRAME:
             raise BadRequest(
-                f"a {type(command).__name__} of {len(payload)} bytes: a frame has at most {control.MAX_FRAME}",
+                f"{with_article(type(command).__name__)} of {len(payload)} bytes: a frame has at most "
+                f"{control.MAX_FRAME}",
                 num_bytes=len(payload),
             )
         self._write(len(payload).to_bytes(HEADER, "big") + payload)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sglcache.errors import Forbidden, ProtocolError, SglcacheError
+from sglcache.errors import Forbidden, ProtocolError, SglcacheError, with_article
 from sglcache.server.owner import Owner
 from sglcache.wire import control
 from sglcache.wire.control import HEADER, MAX_FRAME
@@ -130,7 +130,9 @@ class Connection(asyncio.Protocol):
             handler = self.handlers.get(type(command))
             try:
                 if handler is None:
-                    raise Forbidden(f"a {self.role} may not send {type(command).__name__}", role=self.role)
+                    raise Forbidden(
+                        f"{with_article(self.role)} may not send {with_article(type(command).__name__)}", role=self.role
+                    )
                 handler(self, command)
             except SglcacheError as error:
                 request = getattr(command, "request", None)

@@ -38,6 +38,7 @@ from sglcache.errors import (
     TransferError,
     Unavailable,
     UnknownSession,
+    with_article,
 )
 from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
 from sglcache.server.connection import Connection, Handlers
@@ -208,7 +209,7 @@ class Member(Connection):
         ring = self.ring
         if ring is None:
             if generation:
-                raise BadRequest(f"a {self.role} has no events to name", event=event)
+                raise BadRequest(f"{with_article(self.role)} has no events to name", event=event)
             return False
         if not generation or ring.done(event, generation):
             return True
@@ -734,7 +735,7 @@ def _check_hello(peer: Peer, hello: control.Hello, num_shards: int) -> None:
         raise BadRequest(f"there is no role {hello.role!r}; use one of {', '.join(HANDLERS)}", role=hello.role)
     need = 2 if hello.role in (RUNNER, WORKER) else 0
     if len(peer.fds) != need:
-        raise ProtocolError(f"a {hello.role} sends {need} descriptors, not {len(peer.fds)}", need=need)
+        raise ProtocolError(f"{with_article(hello.role)} sends {need} descriptors, not {len(peer.fds)}", need=need)
 
 
 def _tier(name: str) -> Tier:

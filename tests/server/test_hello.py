@@ -328,3 +328,8 @@ def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
             listener.close()
 
     asyncio.run(main())
+
+
+def test_what_a_role_may_not_do_is_said_in_english(daemon: Daemon) -> None:
+    with daemon.observer() as observer, pytest.raises(Forbidden, match="an observer may not send an Acquire"):
+        observer.acquire([1, 2, 3, 4])
