@@ -122,6 +122,16 @@ def test_the_printed_configuration_is_the_folder_s(folder: Path, run: Run) -> No
     assert pool_settings(load_config(folder))["dtype"] == "float32", "as the weights are saved"
 
 
+def test_a_configuration_that_can_not_be_served_is_not_printed(folder: Path, run: Run) -> None:
+    for option, value, words in (
+        ("--num-shards", 3, "pool.num_shards = 3 does not divide pool.num_kv_heads"),
+        ("--num-tokens", 15, "pool.num_tokens = 15"),
+    ):
+        done = run("--model", folder, "--print-config", option, value)
+        assert (done.code, done.out) == (2, "")
+        assert words in done.err
+
+
 def test_each_call_is_a_process_and_finds_what_the_last_one_left(folder: Path, daemon: Daemon, say: Run) -> None:
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None

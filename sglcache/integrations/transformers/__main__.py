@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import click
 from transformers.utils import logging
 
+from sglcache import config
 from sglcache.client import Client
 from sglcache.errors import BadRequest, ConfigError, NoSpace, SglcacheError, Unavailable
 from sglcache.integrations.transformers.folder import load, load_config, load_model, load_tokenizer, stop_tokens
@@ -96,6 +97,7 @@ def command(
         settings = pool_settings(
             load_config(folder), page_size=page_size, num_tokens=num_tokens, dtype=dtype, num_shards=num_shards
         )
+        config.parse({"pool": settings})  # what is printed can be served
         click.echo("[pool]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()))
         return 0
     load_config(folder)  # before anything is asked of the daemon
