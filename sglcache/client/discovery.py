@@ -39,9 +39,23 @@ class KvEvents(Struct):
     replay_endpoint_port_base: PortNumber | None = None
 
 
+class Stream(Struct):
+    """A rank's stream as our own /server_info has it, with what was bound."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+class Rank(Struct):
+    rank: int
+    pp_rank: int = 0
+    stream: Stream | None = None
+
+
 class Server(NamedTuple):
     url: str
-    sources: list[Source]
+    sources: list[Source]  # of the first pipeline stage, where every router dials
     block_size: int
     hash_name: str | None  # of the block hashes, where the server says it
     info: dict[str, Any]  # all that it said
@@ -50,6 +64,31 @@ class Server(NamedTuple):
     def bigram(self) -> bool:
         """Whether its keys are pairs of tokens, where the server says it."""
         return self.info.get("bigram") is True
+
+    @property
+    def later_stages(self) -> list[Source]:
+        """The streams of the other pipeline stages, where the server tells of them."""
+        try:
+            ranks = msgspec.convert(self.info.get("ranks", []), list[Rank])
+        except msgspec.ValidationError:
+            return []
+        return [
+            Source(
+                self._reached(stream.endpoint),
+                None if stream.replay_endpoint is None else self._reached(stream.replay_endpoint),
+                stream.topic,
+                each.rank,
+            )
+            for each in ranks
+            if each.pp_rank > 0 and (stream := each.stream) is not None
+        ]
+
+    def _reached(self, endpoint: str) -> str:
+        """Where all interfaces are bound, the host is the one at which the first stage is reached."""
+        host, _, port = endpoint.rpartition(":")
+        if host.removeprefix("tcp://") not in WILDCARDS:
+            return endpoint
+        return f"{self.sources[0].endpoint.rpartition(':')[0]}:{port}"
 
 
 def base_url(text: str) -> str:

@@ -45,10 +45,10 @@ def events(
 ) -> int:
     """Prove that routers can follow the event stream.
 
-    From /server_info to each rank's ports, what its batches look like, and a few blocks of its own, which it puts into
-    the cache as a runner does, in namespaces of random names: a mirror must have them, and with --indexer the indexer,
-    those from before it was registered and those from now on. What it registers it unregisters; its blocks leave when
-    they are evicted. Exits 1 if something failed.
+    From /server_info to the ports of each rank, of every stage, what its batches look like, and a few blocks of its
+    own, which it puts into the cache as a runner does, in namespaces of random names: a mirror must have them, and with
+    --indexer the indexer, those from before it was registered and those from now on. What it registers it unregisters;
+    its blocks leave when they are evicted. Exits 1 if something failed.
     """
     found = ranks.daemons(socket)
     if server is None:
@@ -57,8 +57,7 @@ def events(
         server = found[0]["http"]
         if server is None:
             raise ConfigError("the daemon has no HTTP, so no router can find its stream: set http.enabled = true")
-    # Routers dial the first stages alone.
-    sockets = {row["rank"]: Path(row["socket"]) for each in found for row in each["ranks"] if row["pp_rank"] == 0}
+    sockets = {row["rank"]: Path(row["socket"]) for each in found for row in each["ranks"]}
     curve = curve_of(curve_server_key, curve_key_file)
     findings = []
     for finding in examine(Options(server, sockets, indexer, timeout_s, curve)):

@@ -6,6 +6,8 @@ With Dynamo's own indexer: tests/interop/test_dynamo_doctor.py.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ import pytest
 import zmq
 from told import CLEARED, free_ports, payload, stored
 
-from sglcache.client.discovery import Source
+from sglcache.client.discovery import Source, discover
 from sglcache.client.doctor import Finding, Options, examine
 from sglcache.client.doctor.ports import listen
 from sglcache.client.mirror import Mirror
@@ -36,7 +38,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def look(daemon: Daemon, **options: Any) -> dict[str, Finding]:
-    sockets = {row["rank"]: Path(row["socket"]) for row in daemon.info["ranks"] if row["pp_rank"] == 0}
+    sockets = {row["rank"]: Path(row["socket"]) for row in daemon.info["ranks"]}
     found = list(examine(Options(daemon.info["http"], sockets, **options)))
     assert len({finding.check for finding in found}) == len(found), "two findings of one name"
     return {finding.check: finding for finding in found}
@@ -94,13 +96,30 @@ def test_keys_of_pairs_are_right_too(token_ids: str, tmp_path: Path) -> None:
         assert states(look(daemon)) == RIGHT
 
 
-def test_every_replica_is_looked_at(tmp_path: Path) -> None:
+def test_every_replica_is_looked_at_in_every_stage(tmp_path: Path) -> None:
     base = free_ports(8)
     events = {"endpoint": f"tcp://127.0.0.1:{base}", "replay_endpoint": f"tcp://127.0.0.1:{base + 4}"}
     with Daemon(tmp_path, **HTTP, events=events, parallel={"dp_size": 2, "pp_size": 2}) as daemon:
         found = look(daemon)
-    second = {check.replace("rank 0", "rank 1"): state for check, state in RIGHT.items()}
-    assert states(found) == RIGHT | second
+        assert found["server"].detail.startswith(f"{daemon.info['http']} tells of 2 ranks and 2 of later stages")
+        assert daemon.rank(3).status()["sessions"] == []
+    every = {check.replace("rank 0", f"rank {rank}"): it for rank in range(4) for check, it in RIGHT.items()}
+    assert states(found) == every
+
+
+def test_a_later_stage_that_can_not_be_heard_is_found(tmp_path: Path) -> None:
+    base = free_ports(8)
+    events = {"endpoint": f"tcp://*:{base}", "replay_endpoint": f"tcp://*:{base + 4}"}
+    with Daemon(tmp_path, **HTTP, events=events, parallel={"dp_size": 1, "pp_size": 2}) as daemon:
+        later = discover(daemon.info["http"]).later_stages
+        assert later == [Source(f"tcp://127.0.0.1:{base + 1}", f"tcp://127.0.0.1:{base + 5}", "", 1)]
+        os.kill(daemon.rank(1).pid, signal.SIGSTOP)
+        try:
+            found = list(examine(Options(daemon.info["http"], {}, timeout_s=QUICK_S)))
+        finally:
+            os.kill(daemon.rank(1).pid, signal.SIGCONT)
+    failed = [finding.check for finding in found if finding.state == "failed"]
+    assert failed == ["rank 1 live", "rank 1 replay"]
 
 
 def test_a_full_pool_is_said_to_be_full(daemon: Daemon) -> None:

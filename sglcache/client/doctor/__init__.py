@@ -46,15 +46,17 @@ def examine(options: Options) -> Iterator[Finding]:
         remedy = "set events.enabled = true, and events.endpoint to tcp://HOST:PORT, for several ranks not to port 0"
         yield failed("server", exc.message, remedy)
         return
+    later = server.later_stages
     ranks = f"{len(server.sources)} rank{'s' * (len(server.sources) > 1)}"
+    ranks += f" and {len(later)} of later stages" if later else ""
     yield ok("server", f"{server.url} tells of {ranks}, and of blocks of {server.block_size} tokens")
-    sources = [source for source in server.sources if source.rank in options.sockets]
     with contextlib.closing(Runner(server, options.sockets, options.timeout_s)) as runner:
-        yield from _follow(options, server, sources, runner)
+        yield from _follow(options, server, [*server.sources, *later], runner)
 
 
-def _follow(options: Options, server: Server, sources: list[Source], runner: Runner) -> Iterator[Finding]:
-    """From the ports on. `sources`: the ranks where we can be a runner."""
+def _follow(options: Options, server: Server, streams: list[Source], runner: Runner) -> Iterator[Finding]:
+    """From the ports on. `streams`: of all stages, the first one's first."""
+    sources = [source for source in streams if source.rank in options.sockets]  # where we can be a runner
     # Ours are put first: an empty cache would show nothing of how blocks are told of.
     for source in sources:
         problems = list(runner.put_new(source.rank))
@@ -62,7 +64,7 @@ def _follow(options: Options, server: Server, sources: list[Source], runner: Run
         if problems:
             return
     heard = {}
-    for source in server.sources:
+    for source in streams:
         heard[source.rank] = ports.listen(source, options.curve, options.timeout_s)
         yield from ports.judge(source, heard[source.rank], server)
     yield from ports.agree(heard)
@@ -71,7 +73,7 @@ def _follow(options: Options, server: Server, sources: list[Source], runner: Run
     if not sources:
         yield skipped("blocks", "the control sockets are on the daemon's host: run this there to see blocks arrive")
         return
-    with Mirror.of(server.sources, curve=options.curve, hash_name=server.hash_name, bigram=server.bigram) as mirror:
+    with Mirror.of(streams, curve=options.curve, hash_name=server.hash_name, bigram=server.bigram) as mirror:
         for source in sources:
             findings = list(runner.examine(mirror, source.rank, heard[source.rank]))
             yield from findings
@@ -89,9 +91,9 @@ def _follow(options: Options, server: Server, sources: list[Source], runner: Run
             'set events.token_ids = "clear"',
         )
         return
-    dynamo = Dynamo(
-        Indexer(options.indexer, max(ANSWER_S, options.timeout_s)), server, sources, runner, options.timeout_s
-    )
+    indexer = Indexer(options.indexer, max(ANSWER_S, options.timeout_s))
+    first = [source for source in sources if source in server.sources]  # routers dial these alone
+    dynamo = Dynamo(indexer, server, first, runner, options.timeout_s)
     try:
         yield from dynamo.examine()
     except (SglcacheError, LookupError, TypeError, ValueError, AttributeError) as exc:

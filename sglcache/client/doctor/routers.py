@@ -57,7 +57,8 @@ class Dynamo:
             self.indexer.unregister(self.model, self.instance)
 
     def _followed(self, workers: list[Registration]) -> Iterator[Finding]:
-        before = self.runner.prompts
+        ranks = {source.rank for source in self.sources}
+        before = [prompt for prompt in self.runner.prompts if prompt.rank in ranks]
         if lacking := self._lacking(before):
             yield failed(
                 "indexer late join",
