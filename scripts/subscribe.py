@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 END_SEQ = b"\xff" * 8
+MAX_BATCHES_S = 10_000  # no publisher makes more in a second; numbers that rise faster are another life's, not a loss
 REPLAY_SILENCE_S = 10.0  # after which a replay that has not ended is given up
 FIELDS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
@@ -103,6 +104,7 @@ class Stream:
         self.replay_endpoint = replay_endpoint
         self.expected: int | None = None
         self.last_live: int | None = None
+        self.last_payload = b""
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -112,6 +114,7 @@ class Stream:
             yield from self._replay(0, deadline)
         while (message := self._live(deadline)) is not None:
             seq, payload = message
+            before, self.last_payload = self.last_payload, payload
             if self.last_live is not None and seq <= self.last_live:
                 shout(f"RESTART: numbers went back, from {self.last_live} to {seq}")
                 self.expected = None
@@ -120,12 +123,18 @@ class Stream:
                 continue  # was replayed already
             if self.expected is not None and seq > self.expected:
                 missing = f"{seq - self.expected} numbers are missing: {self.expected}..{seq - 1}"
+                asking = ", asking for a replay" if self.replay_endpoint else ""
                 if _starts_anew(payload):
                     shout(f"RESTART: {missing}, and everything is cleared")
                 else:
-                    shout(f"GAP: {missing}" + (", asking for a replay" if self.replay_endpoint else ""))
+                    restart = _is_another_life(seq - self.expected, before, payload)
+                    if restart:
+                        leap = f"the numbers leap from {self.expected - 1} to {seq}"
+                        shout(f"RESTART: {leap}, those of another life{asking}")
+                    else:
+                        shout(f"GAP: {missing}{asking}")
                     if self.replay_endpoint:
-                        yield from self._replay(self.expected, deadline)
+                        yield from self._replay(self.expected, deadline, restart)
                     if self.expected is not None and seq < self.expected:
                         continue
             self.expected = seq + 1
@@ -139,7 +148,7 @@ class Stream:
             shout(f"NOT A BATCH: {len(frames)} frames of {[len(frame) for frame in frames]} bytes")
         return None
 
-    def _replay(self, start: int, deadline: float | None) -> Iterator[Message]:
+    def _replay(self, start: int, deadline: float | None, restart: bool = False) -> Iterator[Message]:
         if self.replay_endpoint is None:
             return
         end, first = deadline or float("inf"), True
@@ -154,7 +163,8 @@ class Stream:
                     return
                 seq = int.from_bytes(frames[-2], "big")  # with or without a topic before it
                 if start and first and _starts_anew(frames[-1]):
-                    shout(f"SNAPSHOT: what is missing can't be had any more; all that is cached follows, as of {seq}")
+                    why = "of this life" if restart else "what is missing can't be had any more;"
+                    shout(f"SNAPSHOT: {why} all that is cached follows, as of {seq}")
                 first = False
                 self.expected = max(self.expected or 0, seq + 1)
                 yield seq, frames[-1], True
@@ -165,6 +175,18 @@ def _starts_anew(payload: bytes) -> bool:
     try:
         events = msgspec.msgpack.decode(payload)[1]
         return bool(events) and event_map(events[0])["type"] == "AllBlocksCleared"
+    except BAD_BATCH:
+        return False
+
+
+def _is_another_life(num_missing: int, before: bytes, after: bytes) -> bool:
+    """By the numbers and the times of two batches: who is connected again has not heard the life's first one.
+
+    A life's numbers begin with the clock, in microseconds, or well above the last one's.
+    """
+    try:
+        start, end = (msgspec.msgpack.decode(payload)[0] for payload in (before, after))
+        return bool(num_missing > MAX_BATCHES_S * (1 + max(0.0, end - start)))
     except BAD_BATCH:
         return False
 

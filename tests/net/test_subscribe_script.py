@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -22,6 +21,19 @@ ANY = parse("tcp://127.0.0.1:0")
 PATIENCE_S = 20.0
 STORED = BlockStored([1, -2], None, [5, 6, 7, 8], 2, None, "GPU", lora_name="a")
 PROGRAM: list[tuple[Event, ...]] = [(AllBlocksCleared(),), (STORED,), (), (BlockRemoved([-2], "GPU"),)]
+
+
+class Telling:
+    """A snapshot of one frame."""
+
+    def __init__(self) -> None:
+        self.frames = [encode_batch(Batch(1.5, [AllBlocksCleared(), STORED], 0))]
+
+    def next(self) -> bytes | None:
+        return self.frames.pop() if self.frames else None
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -101,20 +113,43 @@ def test_gaps_and_restarts_are_noticed(publisher: Publisher) -> None:
     ]
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_another_life_is_no_loss_though_its_first_batch_was_not_heard(publisher: Publisher, replay: bool) -> None:
+    """Whoever was connected to the last one is connected again only when that is over."""
+    before, after = 1_796_000_531_552_033, 1_796_000_541_552_023
+    publisher.snapshot = Telling
+
+    def then() -> None:
+        publisher.append(before, encode_batch(Batch(100.0, [STORED], 0)))
+        publisher._ring._lost = after  # in another process the ring is, too
+        publisher.append(after + 1, encode_batch(Batch(102.5, [STORED], 0)))
+
+    status, _, err = run(publisher, "--limit", "3" if replay else "2", replay=replay, then=then)
+    assert (status, "GAP" in err) == (0, False)
+    told = f"!!! RESTART: the numbers leap from {before} to {after + 1}, those of another life"
+    if replay:
+        assert err.splitlines() == [
+            f"{told}, asking for a replay",
+            f"!!! SNAPSHOT: of this life all that is cached follows, as of {after + 1}",
+        ]
+    else:
+        assert err.splitlines() == [told]
+
+
+def test_a_long_absence_is_a_gap_though_many_numbers_are_missing(publisher: Publisher) -> None:
+    def then() -> None:
+        publisher.append(100, encode_batch(Batch(100.0, [STORED], 0)))
+        publisher.append(500_100, encode_batch(Batch(200.0, [STORED], 0)))
+
+    _, _, err = run(publisher, "--limit", "2", replay=False, then=then)
+    assert err.splitlines() == ["!!! GAP: 499999 numbers are missing: 101..500099"]
+
+
 def test_a_gap_that_the_ring_does_not_reach_back_over_is_told_as_a_snapshot(publisher: Publisher) -> None:
     def then() -> None:
         say(publisher, 5, STORED)
         publisher._ring._lost = 7  # as if 6 and 7 had left the ring
         say(publisher, 8, BlockRemoved([1], "GPU"))
-
-    class Telling:
-        frames: ClassVar[list[bytes]] = [encode_batch(Batch(1.5, [AllBlocksCleared(), STORED], 0))]
-
-        def next(self) -> bytes | None:
-            return self.frames.pop() if self.frames else None
-
-        def close(self) -> None:
-            pass
 
     publisher.snapshot = Telling
     status, out, err = run(publisher, "--limit", "3", then=then)
