@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
+import zmq.auth
 
 END_SEQ = b"\xff" * 8
 MAX_BATCHES_S = 10_000  # no publisher makes more in a second; numbers that rise faster are another life's, not a loss
@@ -91,20 +93,47 @@ class Seen:
             self.missing.pop("cleared", None)
 
 
+class Curve(NamedTuple):
+    """The stream's public key, and our own pair: made up where the stream lets in everyone who knows it."""
+
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+
+    @classmethod
+    def of(cls, server_key: str, key_file: str | None) -> Curve:
+        """OSError, ValueError: a key can't be read, or is none."""
+        if len(server_key) != 40 or os.path.exists(server_key):
+            server = zmq.auth.load_certificate(server_key)[0]
+        else:
+            server = server_key.encode()
+        public, secret = zmq.curve_keypair() if key_file is None else zmq.auth.load_certificate(key_file)
+        if secret is None:
+            raise ValueError(f"{key_file} holds a public key alone; name the .key_secret file")
+        return cls(server, public, secret)
+
+
 class Stream:
     """The batches in order: live ones, and replayed ones where numbers were missing. Each number once."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str) -> None:
+    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str, curve: Curve | None = None) -> None:
         self.context = zmq.Context()
-        self.sub = self.context.socket(zmq.SUB)
+        self.curve = curve
+        self.sub = self._socket(zmq.SUB, endpoint)
         self.sub.setsockopt(zmq.RCVHWM, 0)
-        self.sub.setsockopt(zmq.IPV6, int("[" in endpoint))
         self.sub.subscribe(topic)
         self.sub.connect(endpoint)
         self.replay_endpoint = replay_endpoint
         self.expected: int | None = None
         self.last_live: int | None = None
         self.last_payload = b""
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        sock = self.context.socket(kind)
+        sock.setsockopt(zmq.IPV6, int("[" in endpoint))
+        if self.curve is not None:
+            sock.curve_serverkey, sock.curve_publickey, sock.curve_secretkey = self.curve
+        return sock
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -152,9 +181,8 @@ class Stream:
         if self.replay_endpoint is None:
             return
         end, first = deadline or float("inf"), True
-        with self.context.socket(zmq.DEALER) as dealer:
+        with self._socket(zmq.DEALER, self.replay_endpoint) as dealer:
             dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.IPV6, int("[" in self.replay_endpoint))
             dealer.connect(self.replay_endpoint)
             dealer.send_multipart([b"", start.to_bytes(8, "big")])
             while wait(dealer, min(end, time.monotonic() + REPLAY_SILENCE_S)):
@@ -239,13 +267,25 @@ def main() -> int:
         help="exit 0 once a store of several blocks, a removal of stored blocks and a clear were seen, 1 if not in "
         "time; with a replay endpoint what is past counts, too",
     )
+    parser.add_argument(
+        "--curve-server-key", metavar="KEY|FILE", help="the stream's public CURVE key, or its file, where it has one"
+    )
+    parser.add_argument(
+        "--curve-key-file", metavar="FILE", help="our own secret CURVE key, where only readers who are listed get in"
+    )
     args = parser.parse_args()
+    if args.curve_key_file and not args.curve_server_key:
+        parser.error("--curve-key-file is ours; say --curve-server-key, too: whom to trust")
+    try:
+        curve = Curve.of(args.curve_server_key, args.curve_key_file) if args.curve_server_key else None
+    except (OSError, ValueError) as error:
+        parser.error(f"that is no CURVE key: {error}")
     if args.check and args.timeout is None:
         args.timeout = 30.0
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
 
     seen, count = Seen(), 0
-    stream = Stream(args.endpoint, args.replay_endpoint, args.topic)
+    stream = Stream(args.endpoint, args.replay_endpoint, args.topic, curve)
     try:
         for message in stream.messages(args.check, deadline):
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglcache.net.curve import Curve, make_keys
 from sglcache.net.endpoints import parse
 from sglcache.net.publisher import Publisher
 from sglcache.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, encode_batch
@@ -181,6 +182,37 @@ def test_a_bad_batch_does_not_end_it(publisher: Publisher) -> None:
     status, _, err = run(publisher, "--limit", "1", then=then)
     assert status == 0
     assert err.startswith("!!! BAD BATCH #1")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_stream_with_keys_is_read_with_keys(tmp_path: Path, listed: bool) -> None:
+    (_, secret), (_, reader) = make_keys(tmp_path, "rank"), make_keys(tmp_path / "readers", "router")
+    publisher = Publisher(ANY, ANY, topic="kv@", curve=Curve.load(secret, reader.parent if listed else None))
+    try:
+        for seq, events in enumerate(PROGRAM, 100):
+            say(publisher, seq, *events)
+        keys = ["--curve-server-key", str(tmp_path / "rank.key")]
+        assert run(publisher, "--check", *keys, *(["--curve-key-file", str(reader)] if listed else []))[0] == 0
+        status, _, err = run(publisher, "--check", "--timeout", "0.5", *(keys if listed else []))
+        assert (status, "CHECK FAILED" in err) == (1, True), "whoever has none, or another, hears nothing"
+    finally:
+        publisher.close(linger_s=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--curve-key-file", "x"], "say --curve-server-key, too"),
+        (["--curve-server-key", "x"], "that is no CURVE key"),
+        (["--curve-server-key", "0" * 40, "--curve-key-file", "{folder}/a.key"], "holds a public key alone"),
+    ],
+)
+def test_a_key_that_is_none_is_wrong_usage(
+    publisher: Publisher, tmp_path: Path, options: list[str], words: str
+) -> None:
+    make_keys(tmp_path, "a")
+    status, _, err = run(publisher, *(option.format(folder=tmp_path) for option in options))
+    assert (status, words in err) == (2, True), err
 
 
 def test_it_is_standalone() -> None:
