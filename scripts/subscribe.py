@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 import zmq.auth
+from zmq.utils import z85
 
 END_SEQ = b"\xff" * 8
 MAX_BATCHES_S = 10_000  # no publisher makes more in a second; numbers that rise faster are another life's, not a loss
@@ -102,11 +103,12 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, server_key: str, key_file: str | None) -> Curve:
-        """OSError, ValueError: a key can't be read, or is none."""
+        """OSError, ValueError, KeyError: a key can't be read, or is none."""
         if len(server_key) != 40 or os.path.exists(server_key):
             server = zmq.auth.load_certificate(server_key)[0]
         else:
             server = server_key.encode()
+            z85.decode(server)
         public, secret = zmq.curve_keypair() if key_file is None else zmq.auth.load_certificate(key_file)
         if secret is None:
             raise ValueError(f"{key_file} holds a public key alone; name the .key_secret file")
@@ -278,7 +280,7 @@ def main() -> int:
         parser.error("--curve-key-file is ours; say --curve-server-key, too: whom to trust")
     try:
         curve = Curve.of(args.curve_server_key, args.curve_key_file) if args.curve_server_key else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         parser.error(f"that is no CURVE key: {error}")
     if args.check and args.timeout is None:
         args.timeout = 30.0

@@ -204,6 +204,7 @@ def test_a_stream_with_keys_is_read_with_keys(tmp_path: Path, listed: bool) -> N
     [
         (["--curve-key-file", "x"], "say --curve-server-key, too"),
         (["--curve-server-key", "x"], "that is no CURVE key"),
+        (["--curve-server-key", "~" * 40], "that is no CURVE key"),
         (["--curve-server-key", "0" * 40, "--curve-key-file", "{folder}/a.key"], "holds a public key alone"),
     ],
 )
