@@ -125,7 +125,7 @@ class PoolConfig(Section):
 
 
 class HostConfig(Section):
-    """`[host]`: the second tier, in host memory beside the device pool. Everything committed is copied to it."""
+    """`[host]`: the second tier, in host memory beside the device pool."""
 
     pool_ratio: float = Field(
         default=2.0,
@@ -137,6 +137,32 @@ class HostConfig(Section):
     num_tokens: int | None = Field(
         default=None, ge=0, description="Size in tokens, rounded down to whole pages; 0: no host tier."
     )
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
+        default="write_through",
+        description="When a page is copied to it: with the commit that brings it (write_through), once it was used "
+        "write_threshold times (write_through_selective), or when it is to leave the device (write_back).",
+    )
+    write_threshold: int = Field(default=2, ge=1, le=1 << 31, description="write_through_selective: so many uses.")
+    load_back_threshold: int = Field(
+        default=0, ge=0, le=1 << 31, description="Tokens: a hit of fewer on the host alone is computed again."
+    )
+    load_back_quota: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 40,
+        description="Tokens that may be on their way back from it at once; further hits are computed again. 0: any.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> HostConfig:
+        if self.write_threshold != 2 and self.write_policy != "write_through_selective":
+            raise ConfigError(
+                f"host.write_threshold = {self.write_threshold} is write_through_selective's; write "
+                'host.write_policy = "write_through_selective", or leave it out',
+                path="host.write_threshold",
+                value=self.write_threshold,
+            )
+        return self
 
 
 PolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru"]

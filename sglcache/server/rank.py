@@ -38,6 +38,7 @@ from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
+from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.copier import Copier
 from sglcache.memory.geometry import Geometry
@@ -389,6 +390,9 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 bigram=config.pool.bigram,
                 eviction=policy_of(config.eviction, config.eviction.device),
                 host_eviction=policy_of(config.eviction, config.eviction.host),
+                write_policy=WritePolicy(config.host.write_policy, config.host.write_threshold),
+                load_back_threshold=config.host.load_back_threshold,
+                load_back_quota=-(-config.host.load_back_quota // shape.page_size),
             )
         )
         if publisher is not None:
