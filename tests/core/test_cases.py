@@ -17,7 +17,7 @@ from sglcache.core.index import DEVICE, HOST, LEFT
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import Busy, SglcacheError
 from sglcache.testing.journeys import acquire, brief, evict, hashes, ids, new_events, pages, put, rig
-from sglcache.testing.rig import pack
+from sglcache.testing.rig import Rig, pack
 from sglcache.units import TicketId, Tier
 
 # -- A01: whatever verb frees a page, the stream says so, once ----------------------------------------------
