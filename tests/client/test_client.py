@@ -159,7 +159,7 @@ def test_what_is_cached_makes_room(client: Client) -> None:
         with client.acquire(range(start, start + 4 * 200)) as lease:
             lease.commit()
     counters = client.status()["counters"]
-    assert counters["evicted_device_pages"] > 0
+    assert counters["demoted_pages"] > 0
     assert counters["refused"] == refused
 
 
