@@ -2,7 +2,8 @@
 
 Laws: an unknown key is an error, by its dotted path and with the nearest known one; a wrong value is an error that
 names the path, the value, where it came from and what to write instead; nothing is read from the environment. Every
-field has a default, so a daemon needs no file, and a description (a test holds both). Units are in the names.
+field has a default, so a daemon needs no file, and a description (a test holds both). Units are in the names;
+of sizes in bytes, in the values.
 
 This file is apart from `server/` because the core's and the pools' shapes are decided here, before anything is built.
 """
@@ -14,10 +15,20 @@ import re
 import string
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from sglcache.errors import ConfigError
 
@@ -64,6 +75,36 @@ def _path(value: object) -> object:
     return Path(value).expanduser()
 
 
+UNITS = {
+    "B": 1,
+    **{f"{x}B": 1000**n for n, x in enumerate("kMGT", 1)},
+    **{f"{x}iB": 1024**n for n, x in enumerate("KMGT", 1)},
+}
+
+
+def parse_size(value: object) -> int:
+    """Bytes: a number and its unit, such as "8 GiB" (2**30 each) or "512 MB" (10**6 each). ValueError: it is not that.
+
+    A bare number is none: whether "8" is GB or GiB, or bytes, is what such files are read wrongly by.
+    """
+    example = 'such as "8 GiB" (1024 * 1024 * 1024 each) or "512 MB" (1000 * 1000 each)'
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f'write a size with its unit, {example}; bytes are "{value} B"')
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+    by_name = {name.lower(): factor for name, factor in UNITS.items()}
+    if match is None or match[2].lower() not in by_name:
+        raise ValueError(f"write a number and a unit of {', '.join(UNITS)}, {example}")
+    return int(Decimal(match[1]) * by_name[match[2].lower()])
+
+
+def size_text(num_bytes: int) -> str:
+    """The same size as `parse_size` reads it, exactly, in the unit that makes the shortest number."""
+    fits = [(num_bytes // factor, -factor, name) for name, factor in UNITS.items() if num_bytes % factor == 0]
+    number, _, name = min(fits) if num_bytes else (0, 0, "B")
+    return f"{number} {name}"
+
+
+Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(size_text, return_type=str)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
@@ -75,21 +116,46 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
 
 
+Layout = Literal["page_first", "layer_first"]
+
+
 class PoolConfig(Section):
     """`[pool]`: the device pool, where a model runner reads and writes KV in place."""
 
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where the pool is: shared memory, or cards.")
     page_size: int = Field(default=16, ge=1, le=4096, description="Tokens per page; a block on the event stream.")
     num_tokens: int = Field(
-        default=1 << 20, ge=1, description="Tokens that the pool holds, rounded down to whole pages."
+        default=1 << 20,
+        ge=1,
+        description="Tokens that the pool holds, rounded down to whole pages. Read only where size is not set.",
+    )
+    size: Size | None = Field(
+        default=None,
+        description='Bytes of each shard\'s pool instead, such as "100 GB", rounded down to whole pages.',
     )
     num_layers: int = Field(default=2, ge=1, le=4096, description="The model's layers of this pipeline rank.")
     num_kv_heads: int = Field(default=1, ge=1, le=65536, description="KV heads per layer, of all shards together.")
     head_dim: int = Field(default=32, ge=1, le=65536, description="Elements per head.")
-    dtype: Literal["float16", "bfloat16", "float32"] = Field(
+    v_head_dim: int | None = Field(
+        default=None, ge=1, le=65536, description="Elements per head of V, where it differs from K."
+    )
+    kv_lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=65536,
+        description="Latent attention (MLA): elements of a token's latent. There are then no heads, and shards are "
+        "replicas.",
+    )
+    qk_rope_head_dim: int | None = Field(
+        default=None, ge=0, le=65536, description="Latent attention: elements of the rotated key behind the latent."
+    )
+    dtype: Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"] = Field(
         default="float16", description="Element type of K and V, by torch's name."
     )
-    layout: Literal["page_first"] = Field(
-        default="page_first", description="page_first: a page's K and V of all layers are contiguous."
+    layout: Layout = Field(
+        default="page_first",
+        description="page_first: a page's K and V of all layers are contiguous; layer_first: all pages of a layer are, "
+        "for kernels that want [slots, heads, dim].",
     )
     bigram: bool = Field(
         default=False,
@@ -97,31 +163,59 @@ class PoolConfig(Section):
         "EAGLE's kind, whose KV depends on that one, too. Events have the pairs.",
     )
     num_shards: int = Field(
-        default=1, ge=1, le=1024, description="Tensor-parallel shards on this host: one tensor each, one page table."
+        default=1,
+        ge=1,
+        le=1024,
+        description="Tensor-parallel shards on this host: one tensor each, one page table. They split the heads; more "
+        "shards than heads share them.",
     )
-
-    @property
-    def num_pages(self) -> int:
-        """Pages in the device pool (of each shard: a page is a page in all of them)."""
-        return self.num_tokens // self.page_size
 
     @model_validator(mode="after")
     def _check(self) -> PoolConfig:
-        if not 1 <= self.num_pages <= MAX_PAGES:
+        if self.size is None and not self.page_size <= self.num_tokens < (MAX_PAGES + 1) * self.page_size:
             raise ConfigError(
-                f"pool.num_tokens = {self.num_tokens} makes {self.num_pages} pages of {self.page_size} tokens; "
-                f"write {self.page_size} to {MAX_PAGES * self.page_size}",
+                f"pool.num_tokens = {self.num_tokens} makes {self.num_tokens // self.page_size} pages of "
+                f"{self.page_size} tokens; write {self.page_size} to {MAX_PAGES * self.page_size}",
                 path="pool.num_tokens",
                 value=self.num_tokens,
             )
-        if self.num_kv_heads % self.num_shards:
+        if self.size is not None and self._says("num_tokens"):
             raise ConfigError(
-                f"pool.num_shards = {self.num_shards} does not divide pool.num_kv_heads = {self.num_kv_heads}; "
-                "make one a multiple of the other",
+                f'pool.size = "{size_text(self.size)}" and pool.num_tokens = {self.num_tokens} both say how big the '
+                "pool is; leave one out",
+                path="pool.size",
+                value=self.size,
+            )
+        if (self.kv_lora_rank is None) != (self.qk_rope_head_dim is None):
+            have, miss = ("kv_lora_rank", "qk_rope_head_dim")[:: 1 if self.kv_lora_rank is not None else -1]
+            raise ConfigError(
+                f"pool.{have} = {getattr(self, have)} without pool.{miss}: latents have both; write it, 0 where a "
+                "latent has no rotated key"
+                if have == "kv_lora_rank"
+                else f"pool.{have} without pool.{miss}: a rotated key stands behind a latent; write both, or head_dim",
+                path=f"pool.{miss}",
+                value=None,
+            )
+        if self.kv_lora_rank is not None:
+            for key in ("num_kv_heads", "head_dim", "v_head_dim"):
+                if self._says(key):
+                    raise ConfigError(
+                        f"pool.{key} = {getattr(self, key)} is of heads, and pool.kv_lora_rank = {self.kv_lora_rank} "
+                        "says that latents are kept; leave one out",
+                        path=f"pool.{key}",
+                        value=getattr(self, key),
+                    )
+        elif self.num_kv_heads % self.num_shards and self.num_shards % self.num_kv_heads:
+            raise ConfigError(
+                f"pool.num_shards = {self.num_shards} does not divide pool.num_kv_heads = {self.num_kv_heads}, nor is "
+                "it a multiple of it; make one a multiple of the other",
                 path="pool.num_shards",
                 value=self.num_shards,
             )
         return self
+
+    def _says(self, key: str) -> bool:
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
 class HostConfig(Section):
@@ -132,11 +226,18 @@ class HostConfig(Section):
         ge=0,
         le=1024,
         allow_inf_nan=False,
-        description="Size as a multiple of the device pool; 0: no host tier. Read only where num_tokens is not set.",
+        description="Size as a multiple of the device pool's pages; 0: no host tier. Read only where num_tokens and "
+        "size are not set.",
     )
     num_tokens: int | None = Field(
         default=None, ge=0, description="Size in tokens, rounded down to whole pages; 0: no host tier."
     )
+    size: Size | None = Field(
+        default=None,
+        description='Bytes of all shards together instead, such as "256 GiB", rounded down to whole pages; "0 B": no '
+        "host tier.",
+    )
+    layout: Layout = Field(default="page_first", description="As pool.layout, of the host's pages; each may be either.")
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         default="write_through",
         description="When a page is copied to it: with the commit that brings it (write_through), once it was used "
@@ -155,6 +256,13 @@ class HostConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> HostConfig:
+        if self.size is not None and self.num_tokens is not None:
+            raise ConfigError(
+                f'host.size = "{size_text(self.size)}" and host.num_tokens = {self.num_tokens} both say how big the '
+                "tier is; leave one out",
+                path="host.size",
+                value=self.size,
+            )
         if self.write_threshold != 2 and self.write_policy != "write_through_selective":
             raise ConfigError(
                 f"host.write_threshold = {self.write_threshold} is write_through_selective's; write "
@@ -163,6 +271,12 @@ class HostConfig(Section):
                 value=self.write_threshold,
             )
         return self
+
+    @property
+    def enabled(self) -> bool:
+        """There is a host tier."""
+        said = [value for value in (self.num_tokens, self.size) if value is not None]
+        return bool(said[0] if said else self.pool_ratio)
 
 
 PolicyName = Literal["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru"]
@@ -207,9 +321,22 @@ class StageConfig(Section):
 
     num_layers: int | None = Field(default=None, ge=1, le=4096, description="The model's layers of this stage.")
     num_tokens: int | None = Field(default=None, ge=1, description="Tokens that its device pool holds.")
+    size: Size | None = Field(default=None, description="Bytes of each of its shards' pools instead.")
     host_num_tokens: int | None = Field(
         default=None, ge=0, description="Tokens that its host pool holds; 0: no host tier."
     )
+    host_size: Size | None = Field(default=None, description="Bytes of its host pool instead, of all shards.")
+
+    @model_validator(mode="after")
+    def _check(self) -> StageConfig:
+        for tokens, size in (("num_tokens", "size"), ("host_num_tokens", "host_size")):
+            if getattr(self, tokens) is not None and getattr(self, size) is not None:
+                raise ConfigError(
+                    f"parallel.stages: {tokens} and {size} both say how big a tier is; leave one out",
+                    path=f"parallel.stages.{size}",
+                    value=getattr(self, size),
+                )
+        return self
 
 
 class ParallelConfig(Section):
@@ -335,10 +462,8 @@ class EventsConfig(Section):
         default=1.0, ge=0, le=1000, description="Milliseconds that an event may wait for others to share its batch."
     )
     max_blocks: int = Field(default=4096, ge=1, le=1 << 20, description="Blocks that one batch may hold.")
-    ring_bytes: int = Field(
-        default=64 << 20,
-        ge=1 << 16,
-        description="Bytes of encoded batches kept for replay; an older start gets a snapshot.",
+    ring_size: Annotated[Size, Field(ge=1 << 16)] = Field(  # type: ignore[assignment]  # as a file has it
+        default="64 MiB", description="Encoded batches kept for replay, in bytes; an older start gets a snapshot."
     )
     heartbeat_s: float = Field(
         default=1.0, gt=0, le=60, description="Seconds of silence after which an empty batch is sent."
@@ -425,26 +550,28 @@ class Config(Section):
     control: ControlConfig = Field(default_factory=ControlConfig, description="The control socket.")
     state: StateConfig = Field(default_factory=StateConfig, description="What outlives the process.")
 
-    @property
-    def host_pages(self) -> int:
-        """Pages in the host pool; 0 where there is no host tier."""
-        if self.host.num_tokens is not None:
-            return self.host.num_tokens // self.pool.page_size
-        return int(self.pool.num_pages * self.host.pool_ratio)
-
     def for_stage(self, pp_rank: int) -> Config:
         """The configuration as the ranks of this pipeline stage have it: `[pool]` and `[host]` are the stage's own."""
         if not self.parallel.stages:
             return self
         stage = self.parallel.stages[pp_rank]
-        pool = {name: value for name in ("num_layers", "num_tokens") if (value := getattr(stage, name)) is not None}
-        host = {"num_tokens": stage.host_num_tokens} if stage.host_num_tokens is not None else {}
+        pool, host = self.pool.model_dump(), self.host.model_dump()
+        if stage.num_layers is not None:
+            pool["num_layers"] = stage.num_layers
+        if stage.num_tokens is not None:
+            pool |= {"num_tokens": stage.num_tokens, "size": None}
+        if stage.size is not None:
+            pool |= {"num_tokens": PoolConfig.model_fields["num_tokens"].default, "size": size_text(stage.size)}
+        if stage.host_num_tokens is not None:
+            host |= {"num_tokens": stage.host_num_tokens, "size": None}
+        if stage.host_size is not None:
+            host |= {"num_tokens": None, "size": size_text(stage.host_size)}
         try:
             own = self.model_copy(
                 update={
                     "parallel": self.parallel.model_copy(update={"stages": []}),
-                    "pool": PoolConfig(**{**self.pool.model_dump(), **pool}),
-                    "host": HostConfig(**{**self.host.model_dump(), **host}),
+                    "pool": PoolConfig(**pool),
+                    "host": HostConfig(**host),
                 }
             )
             own._check_host()
@@ -458,7 +585,7 @@ class Config(Section):
     def _check(self) -> Config:
         self._check_host()
         stages = [self.for_stage(pp_rank) for pp_rank in range(len(self.parallel.stages))] or [self]
-        if self.eviction.host != "lru" and not any(stage.host_pages for stage in stages):
+        if self.eviction.host != "lru" and not any(stage.host.enabled for stage in stages):
             raise ConfigError(
                 f'eviction.host = "{self.eviction.host}", and there is no host tier; set host.num_tokens or '
                 "host.pool_ratio, or leave eviction.host out",
@@ -468,12 +595,12 @@ class Config(Section):
         return self
 
     def _check_host(self) -> None:
-        if self.host_pages > MAX_PAGES:
+        num_pages = (self.host.num_tokens or 0) // self.pool.page_size
+        if num_pages > MAX_PAGES:
             raise ConfigError(
-                f"host: {self.host_pages} pages are more than a slot number can name ({MAX_PAGES}); "
-                "lower host.num_tokens or host.pool_ratio",
-                path="host.num_tokens" if self.host.num_tokens is not None else "host.pool_ratio",
-                value=self.host.num_tokens if self.host.num_tokens is not None else self.host.pool_ratio,
+                f"host: {num_pages} pages are more than a slot number can name ({MAX_PAGES}); lower host.num_tokens",
+                path="host.num_tokens",
+                value=self.host.num_tokens,
             )
 
 

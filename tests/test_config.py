@@ -9,11 +9,24 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from sglcache.config import Config, PolicyName, Section, StageConfig, keys, load, parse, parse_override
+from sglcache.config import (
+    Config,
+    PolicyName,
+    Section,
+    StageConfig,
+    keys,
+    load,
+    parse,
+    parse_override,
+    parse_size,
+    size_text,
+)
 from sglcache.core.eviction import POLICIES, Policy
 from sglcache.errors import ConfigError
+from sglcache.memory.geometry import Geometry
 from sglcache.server.rank import policy_of
 
+LATENTS = ["pool.kv_lora_rank=512", "pool.qk_rope_head_dim=64"]
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.toml"))
 
 
@@ -57,10 +70,10 @@ def test_every_field_has_a_default_and_a_description(section: type[Section]) -> 
 
 def test_the_defaults_are_a_mebitoken_on_the_device_and_two_on_the_host() -> None:
     config = load()
-    assert config.pool.num_pages * config.pool.page_size == 1 << 20
-    assert config.host_pages == 2 * config.pool.num_pages
-    token_bytes = 2 * config.pool.num_layers * config.pool.num_kv_heads * config.pool.head_dim * 2
-    assert config.pool.num_tokens * token_bytes == 256 << 20
+    geometry = Geometry.of(config)
+    assert geometry.num_pages * geometry.page_size == 1 << 20
+    assert geometry.host_pages == 2 * geometry.num_pages
+    assert geometry.pool_bytes == 256 << 20
 
 
 def test_an_override_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
@@ -99,20 +112,30 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         ("pool.page_sise=4", "pool.page_sise", "did you mean pool.page_size?"),
         ("page_size=4", "page_size", "did you mean pool.page_size?"),
         ("pol.page_size=4", "pol", "did you mean [pool]?"),
-        ("pool.foo=1", "pool.foo", "[pool] has page_size, num_tokens"),
+        ("pool.foo=1", "pool.foo", "[pool] has device, page_size, num_tokens"),
         ("zzz=1", "zzz", "the sections are pool, host"),
         ("pool.page_size=0", "pool.page_size", "greater than or equal to 1"),
         ("pool.page_size=16.5", "pool.page_size", "the default is 16"),
         ('pool.page_size="16"', "pool.page_size", "valid integer"),
         ("pool.page_size.x=1", "pool.page_size", "valid integer"),
         ("pool=3", "pool", "[pool], then its keys"),
-        ("pool.num_shards=3", "pool.num_shards", "does not divide pool.num_kv_heads = 1"),
         ("pool.num_tokens=15", "pool.num_tokens", "write 16 to"),
         ("pool.num_tokens=99999999999999", "pool.num_tokens", "write 16 to"),
-        ("pool.dtype=int4", "pool.dtype", "'float16', 'bfloat16' or 'float32'"),
+        ("pool.dtype=int4", "pool.dtype", "'float16', 'bfloat16', 'float32', 'float8_e4m3fn' or 'float8_e5m2'"),
         ("host.pool_ratio=-1", "host.pool_ratio", "greater than or equal to 0"),
         ("host.pool_ratio=nan", "host.pool_ratio", "finite"),
         ("host.num_tokens=99999999999999", "host.num_tokens", "lower host.num_tokens"),
+        ("pool.size=80", "pool.size", 'such as "8 GiB" (1024 * 1024 * 1024 each)'),
+        ("pool.size=8e9", "pool.size", "write a size with its unit"),
+        ("pool.size=8 Gi", "pool.size", "a unit of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"),
+        ("pool.size=GiB", "pool.size", "write a number and a unit"),
+        ("host.size=true", "host.size", "write a number and a unit"),
+        ("events.ring_size=67108864", "events.ring_size", 'bytes are "67108864 B"'),
+        ("events.ring_size=1 kB", "events.ring_size", "greater than or equal to 65536"),
+        ("pool.kv_lora_rank=512", "pool.qk_rope_head_dim", "latents have both; write it"),
+        ("pool.qk_rope_head_dim=64", "pool.kv_lora_rank", "write both, or head_dim"),
+        ("pool.device=tpu", "pool.device", "'cpu' or 'cuda'"),
+        ("pool.layout=page_head", "pool.layout", "'page_first' or 'layer_first'"),
         ("eviction.device=arc", "eviction.device", "'lru', 'lfu', 'fifo', 'mru', 'filo', 'priority', 'slru' or 'tlru'"),
         ("eviction.policy=lfu", "eviction.policy", "[eviction] has device, host, protected_threshold"),
         ("eviction.protected_threshold=3", "eviction.protected_threshold", 'write eviction.device = "slru"'),
@@ -151,6 +174,58 @@ def test_a_wrong_key_or_value_is_refused_by_path_with_the_remedy(override: str, 
     assert remedy in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "path", "remedy"),
+    [
+        (["pool.num_shards=3", "pool.num_kv_heads=2"], "pool.num_shards", "nor is it a multiple of it; make one"),
+        (["pool.num_shards=2", "pool.num_kv_heads=3"], "pool.num_shards", "does not divide pool.num_kv_heads = 3"),
+        (["pool.size=1 GiB", "pool.num_tokens=16"], "pool.size", "both say how big the pool is; leave one out"),
+        (["host.size=1 GiB", "host.num_tokens=16"], "host.size", "both say how big the tier is; leave one out"),
+        (["parallel.stages=[{size = '1 GiB', num_tokens = 16}]"], "parallel.stages.size", "leave one out"),
+        ([*LATENTS, "pool.head_dim=64"], "pool.head_dim", "is of heads, and pool.kv_lora_rank = 512"),
+        ([*LATENTS, "pool.v_head_dim=64"], "pool.v_head_dim", "leave one out"),
+        ([*LATENTS, "pool.num_kv_heads=8"], "pool.num_kv_heads", "leave one out"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_both_sides(overrides: list[str], path: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, overrides)
+    assert caught.value.path == path
+    assert remedy in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("8 GiB", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("1.5 gib", 3 << 29),
+        (" 512 MB ", 512 * 10**6),
+        ("0.1 kB", 100),
+        ("0 B", 0),
+        ("2 TiB", 2 << 40),
+        ("7 B", 7),
+    ],
+)
+def test_a_size_is_a_number_and_its_unit_and_is_told_as_it_can_be_read(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+    assert parse_size(size_text(num_bytes)) == num_bytes
+
+
+def test_a_configuration_survives_being_told_to_a_rank() -> None:
+    sizes = ["pool.size=1.5 GB", "host.size=3 GiB", "parallel.pp_size=2", "parallel.stages=[{size = '5 MB'}, {}]"]
+    config = load(None, sizes)
+    assert parse(config.model_dump(mode="json")) == config
+    assert config.model_dump(mode="json")["host"]["size"] == "3 GiB"
+
+
+def test_a_stage_may_have_a_size_of_its_own_in_either_words() -> None:
+    stages = "parallel.stages=[{size = '1 MiB', host_size = '3 MiB'}, {num_tokens = 320, host_num_tokens = 640}, {}]"
+    config = load(None, ["parallel.pp_size=3", "pool.size=2 MiB", "host.size=2 MiB", stages])
+    sizes = [Geometry.of(config.for_stage(pp_rank)) for pp_rank in range(3)]
+    assert [(it.num_pages, it.host_pages) for it in sizes] == [(256, 768), (20, 40), (512, 512)]
+
+
 def test_every_problem_is_told_with_where_it_came_from(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("[http]\nport = -1\n[pol]\n")
@@ -179,9 +254,9 @@ def test_these_endpoints_are_fine(endpoint: str) -> None:
 
 
 def test_the_host_tier_is_off_at_zero_and_a_size_in_tokens_wins_over_the_ratio() -> None:
-    assert load(None, ["host.pool_ratio=0"]).host_pages == 0
-    assert load(None, ["host.num_tokens=0"]).host_pages == 0
-    assert load(None, ["host.num_tokens=100", "pool.page_size=16"]).host_pages == 6
+    assert Geometry.of(load(None, ["host.pool_ratio=0"])).host_pages == 0
+    assert Geometry.of(load(None, ["host.num_tokens=0"])).host_pages == 0
+    assert Geometry.of(load(None, ["host.num_tokens=100", "pool.page_size=16"])).host_pages == 6
 
 
 def test_too_many_ranks_are_refused() -> None:
@@ -201,8 +276,8 @@ def test_a_stage_differs_in_what_it_says_and_in_nothing_else() -> None:
     stages = "parallel.stages=[{num_layers = 3}, {num_tokens = 320, host_num_tokens = 64}, {}]"
     config = load(None, ["parallel.pp_size=3", stages, "host.pool_ratio=0.5", "pool.num_tokens=160"])
     first, second, third = (config.for_stage(pp_rank) for pp_rank in range(3))
-    assert (first.pool.num_layers, first.pool.num_pages, first.host_pages) == (3, 10, 5)
-    assert (second.pool.num_layers, second.pool.num_pages, second.host_pages) == (2, 20, 4)
+    sizes = [(it.num_layers, it.num_pages, it.host_pages) for it in map(Geometry.of, (first, second))]
+    assert sizes == [(3, 10, 5), (2, 20, 4)]
     assert (third.pool, third.host) == (config.pool, config.host)
     assert all(stage.events == config.events for stage in (first, second, third))
     assert load().for_stage(0) == load()
@@ -213,11 +288,8 @@ def test_the_example_of_four_ranks_has_the_sizes_that_it_says() -> None:
     assert len(config.parallel.local()) == 4
     sizes = []
     for _, pp_rank in config.parallel.local():
-        pool = config.for_stage(pp_rank).pool
-        token_bytes = 2 * pool.num_layers * pool.num_kv_heads * pool.head_dim * 2
-        sizes.append(
-            (pool.num_tokens * token_bytes, config.for_stage(pp_rank).host_pages * pool.page_size * token_bytes)
-        )
+        geometry = Geometry.of(config.for_stage(pp_rank))
+        sizes.append((geometry.pool_bytes, geometry.host_pool_bytes))
     assert sizes == [(1 << 30, 2 << 30), (1 << 30, 2 << 30), (768 << 20, 1536 << 20), (768 << 20, 1536 << 20)]
     assert sum(map(sum, sizes)) == 10.5 * (1 << 30)
 

@@ -34,7 +34,7 @@ import numpy.typing as npt
 import xxhash
 
 from sglcache.bench import trace as traces
-from sglcache.bench.pattern import Pattern, Shape
+from sglcache.bench.pattern import Pattern
 from sglcache.client import Client, Lease
 from sglcache.client.mirror import Curve, Fact, Mirror
 from sglcache.errors import Changed, NoSpace, SglcacheError, Unavailable
@@ -192,11 +192,7 @@ class Runner:
         self.options = options
         self.page_size = geometry.page_size
         self.most_tokens = geometry.num_pages * geometry.page_size
-        row_bytes = geometry.page_bytes // (2 * geometry.num_layers * geometry.page_size)
-        self.patterns = [
-            Pattern(view.array, Shape(geometry.page_size, geometry.num_layers, row_bytes, view.shard))
-            for view in cache.pools
-        ]
+        self.patterns = [Pattern(view.layers, view.shard // geometry.num_replicas) for view in cache.pools]
         self.own: set[int] = set()  # hashes of the prefixes that this client has committed, every SHARED_UNIT tokens
 
     def run(self, index: int, request: traces.Request) -> Done:
@@ -256,12 +252,12 @@ class Runner:
     def _verify(self, index: int, what: str, lease: Lease, tokens: npt.NDArray[np.uint32], upto: int) -> int:
         if not self.options.verify:
             return 0
-        for pattern in self.patterns:
+        for shard, pattern in enumerate(self.patterns):
             if (wrong := pattern.check(lease.slots, tokens, 0, upto)) is not None:
                 raise VerifyError(
                     f"request {index}: {what} page {wrong.position // self.page_size} (slot {wrong.slot}) does not "
                     f"hold token {wrong.token} at position {wrong.position}: "
-                    f"shard {pattern.shape.shard}, layer {wrong.layer}, {wrong.part}"
+                    f"shard {shard}, layer {wrong.layer}, {self.cache.geometry.planes[wrong.plane].name}"
                 )
         return upto
 

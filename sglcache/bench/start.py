@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from sglcache.bench.daemon import Daemon
 from sglcache.bench.harness import Row
-from sglcache.config import PoolConfig
+from sglcache.config import load
+from sglcache.memory.geometry import Geometry
 
 
 class Options(NamedTuple):
@@ -22,16 +23,15 @@ class Options(NamedTuple):
 
 def run(options: Options) -> Row:
     """Seconds of each start, the first by itself, and the median of the others."""
-    pool = PoolConfig()
-    token_bytes = 2 * pool.num_layers * pool.num_kv_heads * pool.head_dim * 2  # K and V; float16
-    num_tokens = int(options.pool_gib * 2**30) // token_bytes
+    size = f"{int(options.pool_gib * 2**30)} B"
+    geometry = Geometry.of(load(None, [f"pool.size={size}"]))
     seconds = []
     for _ in range(options.repeats):
-        with Daemon([f"pool.num_tokens={num_tokens}"]) as daemon:
+        with Daemon([f"pool.size={size}"]) as daemon:
             seconds.append(daemon.wait_healthy())
     later = seconds[1:] or seconds
     return {
-        "pool_bytes": num_tokens // pool.page_size * pool.page_size * token_bytes,
+        "pool_bytes": geometry.pool_bytes,
         "repeats": options.repeats,
         "first_s": round(seconds[0], 3),
         "median_s": round(statistics.median(later), 3),

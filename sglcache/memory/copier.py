@@ -1,7 +1,8 @@
 """The thread that moves pages between pools in this process's memory.
 
 Everything per page happens in numpy with the interpreter's lock let go; Python runs once per few MiB. The bytes move
-twice, through a small buffer: neither numpy nor torch gathers and scatters in one. (numpy, and not torch's
+twice, through a small buffer: neither numpy nor torch gathers and scatters in one. What a pool's pages are like is told
+by `geometry.moves`: a pair of regions after the other, so any layout goes to any other. (numpy, and not torch's
 index_select and index_copy_, since it takes a page of any size as one item, and is faster by a fifth.)
 """
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglcache.errors import ClosedError, TransferError
+from sglcache.memory.geometry import moves
 from sglcache.memory.pools import Pool, Rows
 from sglcache.units import TicketId
 
@@ -27,7 +29,7 @@ _Job = tuple[TicketId, Sequence[Pool], Sequence[Pool], bytes, bytes]
 class Copier:
     """Copies in the order of submission, one at a time; `done(ticket, ok, error)` is called for each, in that order.
 
-    `done` runs on the copier's thread and must not raise. With ok, every shard's bytes are there; else `error` says
+    `done` runs on the copier's thread and must not raise. With ok, every pool's bytes are there; else `error` says
     why, and the target pages hold anything. The queue is as long as the caller lets it grow. The caller also sees to
     it that nobody else writes the source pages, or touches the target pages, of a copy on its way.
     """
@@ -45,9 +47,10 @@ class Copier:
     def submit(
         self, ticket: TicketId, src: Sequence[Pool], dst: Sequence[Pool], src_slots: bytes, dst_slots: bytes
     ) -> None:
-        """Queue a copy of page src_slots[i] of src[s] to page dst_slots[i] of dst[s], for each i and shard s.
+        """Queue a copy of page src_slots[i] of src[n] to page dst_slots[i] of dst[n], for each i and each pair n.
 
-        Slots are packed int32, equally many, without repeats in `dst_slots`. ClosedError after `close`.
+        A pool may be there more than once, as the source of what several shards have alike. Slots are packed int32,
+        equally many, without repeats in `dst_slots`. ClosedError after `close`.
         """
         if self._closed:
             raise ClosedError("the copier is closed")
@@ -84,25 +87,28 @@ class Copier:
         if len(src_index) != len(dst_index):
             raise ValueError(f"{len(src_index)} source slots, {len(dst_index)} target slots")
         for src_pool, dst_pool in zip(src, dst, strict=True):
-            if src_pool.page_bytes != dst_pool.page_bytes:
-                raise ValueError(f"pages of {src_pool.page_bytes} bytes to pages of {dst_pool.page_bytes}")
+            pairs = moves(src_pool.placement, dst_pool.placement)
             _check_slots(src_index, src_pool)
             _check_slots(dst_index, dst_pool)
-            self._copy_rows(src_pool.rows, dst_pool.rows, src_index, dst_index)
+            for src_region, dst_region in pairs:
+                self._copy_rows(src_pool.rows(src_region), dst_pool.rows(dst_region), src_index, dst_index)
 
     def _copy_rows(
         self, src: Rows, dst: Rows, src_index: npt.NDArray[np.int32], dst_index: npt.NDArray[np.int32]
     ) -> None:
-        page_bytes = src.itemsize
-        chunk = max(1, STAGING_BYTES // page_bytes)
-        if self._staging.nbytes < page_bytes:
-            self._staging = np.empty(page_bytes, np.uint8)
-        staging = self._staging[: chunk * page_bytes].view(src.dtype)
+        num_bytes = src.itemsize
+        chunk = max(1, STAGING_BYTES // num_bytes)
+        if self._staging.nbytes < num_bytes:
+            self._staging = np.empty(num_bytes, np.uint8)
+        staging = self._staging[: chunk * num_bytes].view(src.dtype)
         for first in range(0, len(src_index), chunk):
             here = slice(first, first + chunk)
-            pages = staging[: len(src_index[here])]
-            np.take(src, src_index[here], out=pages, mode="clip")  # "raise" would buffer it once more
-            dst[dst_index[here]] = pages
+            if src.flags.c_contiguous:
+                rows = staging[: len(src_index[here])]
+                np.take(src, src_index[here], out=rows, mode="clip")  # "raise" would buffer it once more
+            else:  # of which take would make a contiguous copy first, all of the pool
+                rows = src[src_index[here]]
+            dst[dst_index[here]] = rows
 
 
 def _check_slots(slots: npt.NDArray[np.int32], pool: Pool) -> None:

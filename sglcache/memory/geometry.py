@@ -1,62 +1,289 @@
-"""What a page holds and how big things are. No torch here: a process without it may want to know.
+"""What a page holds, and where its bytes lie: the one place that knows either. No torch here, and no numpy.
 
-A page_first page is `[2 (k, v), num_layers, page_size, shard_heads, head_dim]`, contiguous: all that a page has of
-one shard is one run of `page_bytes`, and one copy.
+**What.** A page is `page_size` tokens in every layer of a pipeline stage. A layer has one or two *planes*: K and V,
+each [page_size, heads, dim] with a dim of its own, or latents, [page_size, 1, kv_lora_rank + qk_rope_head_dim].
+One plane of one layer of one page is a *piece*: a run of bytes, token by token, that is the same in every layout.
+
+**Whose.** Each shard has a pool of all pages. The shards split the KV heads; where there are fewer heads than shards,
+neighbours have the same head, and of latents all shards have the whole. What shards have alike is one *part*: shard s
+has part s // num_replicas. The host keeps a part once: it is copied from the part's first shard, and loaded to all.
+
+**Where.** A layout says how the pieces of a pool lie, and nothing else differs between layouts:
+
+    page_first     [num_pages][num_layers][planes]   a page is one run of bytes, and a layer of it one run inside
+    layer_first    [num_layers][planes][num_pages]   a plane of a layer is one array: SGLang's flat [slots, heads, dim]
+
+**For who copies**, that is all there is to know of a model: a pool is a buffer and a `Placement`, which names each
+piece as a `Region`, the same bytes of every page at a stride. `moves(src, dst)` pairs the regions of two pools, in as
+few pairs as there can be (one, from page_first to page_first), all layers or one; `Geometry.pairs` says which pools
+those are. A copy of n pages is then, for each pair of regions, n runs of `num_bytes` from `src.start(p)` to
+`dst.start(q)`: what a batch of memcpys takes, and a gather in numpy as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglcache.errors import ConfigError
+from sglcache.units import Tier
 from sglcache.wire import control
 
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-LAYOUTS = ("page_first",)
+if TYPE_CHECKING:
+    from sglcache.config import Config
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+LAYOUTS = ("page_first", "layer_first")
 MAX_INT32 = (1 << 31) - 1  # a slot is one, and so is the size of a page in numpy's eyes
+
+
+class Region(NamedTuple):
+    """Bytes that every page of a pool has: `num_bytes` of them, page p's beginning at offset + p * page_stride."""
+
+    offset: int
+    page_stride: int
+    num_bytes: int
+
+    def start(self, page: int) -> int:
+        """Where they begin in the pool's buffer."""
+        return self.offset + page * self.page_stride
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the pieces of a pool's pages lie in its buffer."""
+
+    num_pages: int
+    layers: tuple[tuple[Region, ...], ...]  # [num_layers][planes]
+
+    @classmethod
+    def whole(cls, num_pages: int, page_bytes: int) -> Placement:
+        """Pages of one piece, one behind another."""
+        return cls(num_pages, ((Region(0, page_bytes, page_bytes),),))
+
+    @classmethod
+    def of(cls, layout: str, num_pages: int, num_layers: int, pieces: Sequence[int]) -> Placement:
+        """`pieces`: bytes of a piece, for each plane of a layer."""
+        layers, at, layer_bytes = [], 0, sum(pieces)
+        for _ in range(num_layers):
+            regions = []
+            for num_bytes in pieces:
+                if layout == "page_first":
+                    regions.append(Region(at, num_layers * layer_bytes, num_bytes))
+                    at += num_bytes
+                else:
+                    regions.append(Region(at, num_bytes, num_bytes))
+                    at += num_pages * num_bytes
+            layers.append(tuple(regions))
+        return cls(num_pages, tuple(layers))
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(region.num_bytes for regions in self.layers for region in regions)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer: all of it is pages."""
+        return self.num_pages * self.page_bytes
+
+    def page(self) -> Region:
+        """All that a page has, as one region. ConfigError: it lies in several places (layer_first)."""
+        (region, _), *others = moves(self, self)
+        if others:
+            raise ConfigError(
+                "the bytes of a page lie apart, layer by layer; read the pool's layers, or give the daemon "
+                'pool.layout = "page_first"',
+                path="pool.layout",
+            )
+        return region
+
+    def ranges(self, page: int, layer: int | None = None) -> list[tuple[int, int]]:
+        """(start, stop) of the bytes of a page, or of one layer of it, in the pieces' order; neighbours are joined."""
+        found = moves(self, self, None if layer is None else (layer,))
+        return [(region.start(page), region.start(page) + region.num_bytes) for region, _ in found]
+
+
+def moves(src: Placement, dst: Placement, layers: Iterable[int] | None = None) -> list[tuple[Region, Region]]:
+    """The regions to copy from one pool to the other for a page, or for some of its layers; as few as there can be.
+
+    Of each pair both have the same `num_bytes`; together they are every piece once. ValueError: the pools' pages are
+    not of the same pieces.
+    """
+    if [[it.num_bytes for it in each] for each in src.layers] != [[it.num_bytes for it in each] for each in dst.layers]:
+        raise ValueError(f"pages of {src.page_bytes} bytes to pages of {dst.page_bytes}, or of other pieces")
+    found: list[tuple[Region, Region]] = []
+    for layer in range(len(src.layers)) if layers is None else layers:
+        for pair in zip(src.layers[layer], dst.layers[layer], strict=True):
+            if found and all(_adjoins(*sides) for sides in zip(found[-1], pair, strict=True)):
+                (a, b), num_bytes = found[-1], found[-1][0].num_bytes + pair[0].num_bytes
+                found[-1] = (a._replace(num_bytes=num_bytes), b._replace(num_bytes=num_bytes))
+            else:
+                found.append(pair)
+    return found
+
+
+def _adjoins(first: Region, second: Region) -> bool:
+    """In every page the second begins where the first ends."""
+    return first.page_stride == second.page_stride and first.offset + first.num_bytes == second.offset
+
+
+class Plane(NamedTuple):
+    """What a shard keeps of a token in a layer."""
+
+    name: str  # k, v, or kv for latents
+    heads: int
+    dim: int
+    token_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The form of a rank's pools. ConfigError, with the dotted key as `path`, for one that can't be."""
+    """The form of a rank's pools. ConfigError, with the dotted key as `path`, for one that can't be.
+
+    With a `kv_lora_rank` the pools hold latents, `num_kv_heads` is 1, `head_dim` is the row's width and `v_head_dim` 0.
+    """
 
     page_size: int  # tokens
     num_pages: int  # of the device pool; each shard has them all
     num_layers: int
-    num_kv_heads: int  # of all shards together
-    head_dim: int
+    num_kv_heads: int = 1  # of the model, whatever the shards
+    head_dim: int = 0  # of K
+    v_head_dim: int = 0  # of V; 0: as K's
     dtype: str = "float16"  # torch's name
     layout: str = "page_first"
     num_shards: int = 1
     host_pages: int = 0  # 0: no host pool
+    host_layout: str = "page_first"
+    kv_lora_rank: int = 0  # 0: K and V of heads
+    qk_rope_head_dim: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "num_layers", "num_kv_heads", "head_dim", "num_shards", "host_pages"):
-            value, least = getattr(self, name), 0 if name == "host_pages" else 1
+        if self.kv_lora_rank:
+            row = self.kv_lora_rank + self.qk_rope_head_dim
+            if self.num_kv_heads != 1 or self.head_dim not in (0, row) or self.v_head_dim:
+                raise _wrong("kv_lora_rank", "has latents in place of heads; leave num_kv_heads and head dims out")
+            object.__setattr__(self, "head_dim", row)
+        elif not self.v_head_dim:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("page_size", "num_pages", "num_layers", "num_kv_heads", "head_dim", "num_shards", *_MAY_BE_0):
+            value, least = getattr(self, name), 0 if name in _MAY_BE_0 else 1
             if not least <= value <= MAX_INT32:
                 raise _wrong(name, f"= {value} is not in {least}..{MAX_INT32}")
         if self.dtype not in ITEM_BYTES:
             raise _wrong("dtype", f"= {self.dtype!r} is none of {', '.join(ITEM_BYTES)}")
-        if self.layout not in LAYOUTS:
-            raise _wrong("layout", f"= {self.layout!r} is none of {', '.join(LAYOUTS)}")
-        if self.num_kv_heads % self.num_shards:
-            raise _wrong("num_shards", f"= {self.num_shards} does not divide num_kv_heads = {self.num_kv_heads}")
+        for path, layout in (("pool.layout", self.layout), ("host.layout", self.host_layout)):
+            if layout not in LAYOUTS:
+                raise ConfigError(f"{path} = {layout!r} is none of {', '.join(LAYOUTS)}", path=path)
+        if not self.is_latent and self.num_kv_heads % self.num_shards and self.num_shards % self.num_kv_heads:
+            raise _wrong(
+                "num_shards",
+                f"= {self.num_shards} and num_kv_heads = {self.num_kv_heads}: shards split the heads, or share one, "
+                "evenly; make one a multiple of the other",
+            )
         if self.page_bytes > MAX_INT32:
             raise _wrong("page_size", f"= {self.page_size} makes pages of {self.page_bytes} bytes; at most {MAX_INT32}")
 
-    @property
-    def shard_heads(self) -> int:
-        return self.num_kv_heads // self.num_shards
+    @classmethod
+    def of(cls, config: Config) -> Geometry:
+        """The pools of a rank so configured (of one stage: `Config.for_stage`).
+
+        ConfigError, with the numbers: it can't be, or a size holds no page.
+        """
+        pool, host = config.pool, config.host
+        one = cls(
+            page_size=pool.page_size,
+            num_pages=1,
+            num_layers=pool.num_layers,
+            num_kv_heads=pool.num_kv_heads if pool.kv_lora_rank is None else 1,
+            head_dim=pool.head_dim if pool.kv_lora_rank is None else 0,
+            v_head_dim=pool.v_head_dim or 0,
+            dtype=pool.dtype,
+            layout=pool.layout,
+            num_shards=pool.num_shards,
+            host_layout=host.layout,
+            kv_lora_rank=pool.kv_lora_rank or 0,
+            qk_rope_head_dim=pool.qk_rope_head_dim or 0,
+        )
+        num_pages = pool.num_tokens // pool.page_size
+        if pool.size is not None:
+            num_pages = _pages("pool.size", pool.size, one.page_bytes, "in each shard")
+        host_pages = int(num_pages * host.pool_ratio)
+        if host.size is not None:
+            host_pages = (
+                _pages("host.size", host.size, one.page_bytes * one.num_parts, "of all parts") if host.size else 0
+            )
+        elif host.num_tokens is not None:
+            host_pages = host.num_tokens // pool.page_size
+        if host_pages > MAX_INT32:
+            raise ConfigError(
+                f"host: {host_pages} pages are more than a slot number can name ({MAX_INT32}); lower host.pool_ratio",
+                path="host.pool_ratio",
+                value=host.pool_ratio,
+            )
+        return replace(one, num_pages=num_pages, host_pages=host_pages)
+
+    # -- what ---------------------------------------------------------------------------------------------
 
     @property
-    def page_shape(self) -> tuple[int, int, int, int, int]:
-        """[2 (k, v), num_layers, page_size, shard_heads, head_dim]"""
-        return (2, self.num_layers, self.page_size, self.shard_heads, self.head_dim)
+    def is_latent(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """What a shard keeps of a token in each layer, in the order of the pieces."""
+        dims = [("kv", self.head_dim)] if self.is_latent else [("k", self.head_dim), ("v", self.v_head_dim)]
+        heads, item = self.shard_heads, ITEM_BYTES[self.dtype]
+        return tuple(Plane(name, heads, dim, heads * dim * item) for name, dim in dims)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one token in one layer of one shard."""
+        return sum(plane.token_bytes for plane in self.planes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in one shard."""
+        return self.num_layers * self.layer_bytes
 
     @property
     def page_bytes(self) -> int:
         """Of one page in one shard."""
-        return 2 * self.num_layers * self.page_size * self.shard_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.page_size * self.token_bytes
+
+    # -- whose --------------------------------------------------------------------------------------------
+
+    @property
+    def shard_heads(self) -> int:
+        return max(1, self.num_kv_heads // self.num_shards)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many shards have the same bytes."""
+        return self.num_shards if self.is_latent else max(1, self.num_shards // self.num_kv_heads)
+
+    @property
+    def num_parts(self) -> int:
+        """How many shards have bytes of their own; the host has a pool for each part."""
+        return self.num_shards // self.num_replicas
+
+    def pairs(self, src: Tier, dst: Tier) -> list[tuple[int, int]]:
+        """(source pool, target pool) of each copy that a page takes from tier to tier, by their numbers there."""
+        if (src, dst) == (Tier.DEVICE, Tier.HOST):
+            return [(part * self.num_replicas, part) for part in range(self.num_parts)]
+        assert (src, dst) == (Tier.HOST, Tier.DEVICE), f"from {src!r} to {dst!r}"
+        return [(shard // self.num_replicas, shard) for shard in range(self.num_shards)]
+
+    # -- where --------------------------------------------------------------------------------------------
+
+    def placement(self, tier: Tier = Tier.DEVICE) -> Placement:
+        """Of one shard's device pool, or of one part's host pool."""
+        num_pages, layout = (
+            (self.num_pages, self.layout) if tier is Tier.DEVICE else (self.host_pages, self.host_layout)
+        )
+        return Placement.of(
+            layout, num_pages, self.num_layers, [self.page_size * plane.token_bytes for plane in self.planes]
+        )
 
     @property
     def pool_bytes(self) -> int:
@@ -65,8 +292,10 @@ class Geometry:
 
     @property
     def host_pool_bytes(self) -> int:
-        """Of one shard's host pool."""
+        """Of one part's host pool."""
         return self.host_pages * self.page_bytes
+
+    # -- on the wire --------------------------------------------------------------------------------------
 
     def to_wire(self) -> control.Geometry:
         return control.Geometry(**asdict(self))
@@ -76,5 +305,20 @@ class Geometry:
         return cls(**{name: getattr(wire, name) for name in wire.__struct_fields__})
 
 
+_MAY_BE_0 = ("v_head_dim", "host_pages", "kv_lora_rank", "qk_rope_head_dim")
+
+
 def _wrong(name: str, what: str) -> ConfigError:
     return ConfigError(f"pool.{name} {what}", path=f"pool.{name}")
+
+
+def _pages(path: str, num_bytes: int, page_bytes: int, which: str) -> int:
+    """As many as fit."""
+    if not 1 <= (found := num_bytes // page_bytes) <= MAX_INT32:
+        raise ConfigError(
+            f"{path}: {num_bytes:,} bytes hold {found:,} pages of {page_bytes:,} bytes {which}; write "
+            f'"{page_bytes} B" to "{page_bytes * MAX_INT32} B"',
+            path=path,
+            value=num_bytes,
+        )
+    return found

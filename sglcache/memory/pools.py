@@ -1,7 +1,7 @@
-"""The memory that a rank owns: per tier and shard one memfd of pages, mapped. Which page is whose, the core knows.
+"""The memory that a rank owns: on the device a memfd for each shard, on the host one for each part, mapped.
 
-On a CPU a rank moves pages and never looks into them, so it does without torch, whose import is most of a cold start.
-`pages` is a torch tensor for whoever asks for it.
+Which page is whose, the core knows; where its bytes lie, `geometry`. On a CPU a rank moves pages and never looks into
+them, so it does without torch, whose import is most of a cold start. `pages` is a torch tensor for whoever asks for it.
 """
 
 from __future__ import annotations
@@ -10,67 +10,77 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sglcache.errors import ClosedError
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import Geometry, Placement, Region
 from sglcache.memory.mapping import create_memfd, map_shared
+from sglcache.units import Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Rows = np.ndarray[Any, np.dtype[np.void]]  # [num_pages], each item one page
+Rows = np.ndarray[Any, np.dtype[np.void]]  # [num_pages], each item one page's bytes of a region
 
 
 class Pool:
-    """One shard's pages of one tier, zero at first. Nothing is touched at start: memory is taken page by page."""
+    """A buffer of pages, zero at first. Nothing is touched at start: memory is taken page by page."""
 
-    def __init__(self, name: str, num_pages: int, page_bytes: int) -> None:
-        self.num_pages = num_pages
-        self.page_bytes = page_bytes
+    def __init__(self, name: str, placement: Placement) -> None:
+        self.placement = placement
         self.fd = create_memfd(name, self.num_bytes)
         try:
             region = map_shared(self.fd, self.num_bytes)
         except BaseException:
             os.close(self.fd)
             raise
-        self._rows: Rows | None = np.ndarray(num_pages, np.dtype(f"V{page_bytes}"), memoryview(region))
+        self._buffer: npt.NDArray[np.uint8] | None = np.frombuffer(memoryview(region), np.uint8)
+
+    @property
+    def num_pages(self) -> int:
+        return self.placement.num_pages
 
     @property
     def num_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.placement.num_bytes
 
     @property
-    def rows(self) -> Rows:
-        """void [num_pages], an item a page, on the shared memory. ClosedError once closed."""
-        if self._rows is None:
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """uint8 [num_bytes], the shared memory. ClosedError once closed."""
+        if self._buffer is None:
             raise ClosedError("the pool is closed")
-        return self._rows
+        return self._buffer
+
+    def rows(self, region: Region) -> Rows:
+        """void [num_pages], strided, an item a page's bytes of the region, on the shared memory."""
+        item = np.dtype(f"V{region.num_bytes}")
+        return np.ndarray(self.num_pages, item, self.buffer.data, region.offset, (region.page_stride,))
 
     @property
     def pages(self) -> Tensor:
-        """uint8 [num_pages, page_bytes], CPU, contiguous, on the shared memory. ClosedError once closed."""
+        """uint8 [num_pages, page_bytes], CPU, on the shared memory. ConfigError where pages are not in one piece."""
         import torch
 
-        return torch.from_numpy(self.rows.view(np.uint8).reshape(self.num_pages, self.page_bytes))
+        return torch.from_numpy(self.rows(self.placement.page()).view(np.uint8).reshape(self.num_pages, -1))
 
     def close(self) -> None:
         """Close the descriptor and let go of the mapping, which goes with the last array or tensor made from it.
 
         Harmless when repeated.
         """
-        if self._rows is not None:
-            self._rows = None
+        if self._buffer is not None:
+            self._buffer = None
             os.close(self.fd)
 
 
 class Pools:
-    """One tier of a rank: `shards[i]` is shard i's pool. Without pages, no shards."""
+    """One tier of a rank. Without pages, no pools."""
 
-    def __init__(self, name: str, num_pages: int, geometry: Geometry) -> None:
+    def __init__(self, name: str, count: int, placement: Placement) -> None:
         shards: list[Pool] = []
         try:
-            for shard in range(geometry.num_shards if num_pages else 0):
-                shards.append(Pool(f"{name}-{shard}", num_pages, geometry.page_bytes))
+            for number in range(count if placement.num_pages else 0):
+                shards.append(Pool(f"{name}-{number}", placement))
         except BaseException:
             for pool in shards:
                 pool.close()
@@ -83,14 +93,14 @@ class Pools:
 
 
 class DevicePools(Pools):
-    """What runners map. On a CPU: memfds."""
+    """What runners map: a pool for each shard. On a CPU: memfds."""
 
     def __init__(self, geometry: Geometry) -> None:
-        super().__init__("sglcache-device", geometry.num_pages, geometry)
+        super().__init__("sglcache-device", geometry.num_shards, geometry.placement(Tier.DEVICE))
 
 
 class HostPools(Pools):
-    """The second tier, which nobody but the rank sees."""
+    """The second tier, which nobody but the rank sees: a pool for each part."""
 
     def __init__(self, geometry: Geometry) -> None:
-        super().__init__("sglcache-host", geometry.host_pages, geometry)
+        super().__init__("sglcache-host", geometry.num_parts, geometry.placement(Tier.HOST))

@@ -37,6 +37,9 @@ class Views(Protocol):
     @property
     def v(self) -> Sequence[Tensor]: ...
 
+    @property
+    def kv(self) -> Sequence[Tensor]: ...
+
 
 class HasLayerId(Protocol):
     """As SGLang's RadixAttention."""
@@ -72,10 +75,10 @@ class TokenPool:
     def __init__(self, views: Views, **options: Unpack[PoolOptions]) -> None:
         self.views = views
         start_layer, padding_page = options.get("start_layer", 0), options.get("padding_page")
-        pages = views.k[0]
+        pages = self._keys[0]
         self.num_pages, self.page_size, self.head_num, self.head_dim = pages.shape
         self.dtype, self.device = pages.dtype, pages.device
-        self.layer_num = len(views.k)
+        self.layer_num = len(self._keys)
         self.start_layer, self.end_layer = start_layer, start_layer + self.layer_num - 1
         if padding_page is not None and not 0 <= padding_page < self.num_pages:
             raise BadRequest(f"padding_page = {padding_page} of {self.num_pages} pages", num_pages=self.num_pages)
@@ -89,7 +92,7 @@ class TokenPool:
     @property
     def is_flat(self) -> bool:
         """The flat views can be had."""
-        return _is_flat(self.views.k[0])
+        return _is_flat(self._keys[0])
 
     def wait_for(self, loads: Iterable[Load | None]) -> None:
         """From now on each getter waits, in its layer, for these: the `load` of each lease of the batch, None or not.
@@ -103,13 +106,18 @@ class TokenPool:
 
     def get_key_pages(self, layer: Layer) -> Tensor:
         """[num_pages, page_size, head_num, head_dim], strided, in any layout: for kernels that read page tables."""
-        return self.views.k[self._read(layer)]
+        return self._keys[self._read(layer)]
 
     def get_key_buffer(self, layer: Layer) -> Tensor:
         """[slots, head_num, head_dim], the same memory. ConfigError: not in this layout; see `is_flat`."""
         return self._flat(self.get_key_pages(layer))
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> Sequence[Tensor]:
+        """What SGLang's getters call keys."""
+        return self.views.k
 
     def _index(self, layer: Layer) -> int:
         number = layer if isinstance(layer, int) else layer.layer_id
@@ -188,22 +196,23 @@ class MHATokenToKVPool(TokenPool):
 
 
 class MLATokenToKVPool(TokenPool):
-    """Latents: one head, whose row is `kv_lora_rank` of what keys and values share, then the rotated key.
-
-    They are the pool's K. Its V, if it has one, is left alone.
-    """
+    """Latents: one head, whose row is `kv_lora_rank` of what keys and values share, then the rotated key."""
 
     def __init__(self, views: Views, kv_lora_rank: int, qk_rope_head_dim: int, **options: Unpack[PoolOptions]) -> None:
-        """ConfigError: the pool's K is not one head of these two together."""
+        """ConfigError: the pool's latents are not of these two. BadRequest: it holds K and V."""
         super().__init__(views, **options)
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.kv_cache_dim = kv_lora_rank + qk_rope_head_dim
         if (self.head_num, self.head_dim) != (1, self.kv_cache_dim):
             raise ConfigError(
-                f"latents of {kv_lora_rank} + {qk_rope_head_dim} are one head of {self.kv_cache_dim}, and the pool's K "
-                f"has {self.head_num} of {self.head_dim}",
-                path="pool.head_dim",
+                f"latents of {kv_lora_rank} + {qk_rope_head_dim} are one head of {self.kv_cache_dim}, and the pool has "
+                f"{self.head_num} of {self.head_dim}",
+                path="pool.kv_lora_rank",
             )
+
+    @property
+    def _keys(self) -> Sequence[Tensor]:
+        return self.views.kv
 
     def get_value_buffer(self, layer: Layer) -> Tensor:
         """[slots, 1, kv_lora_rank]: the first columns of `get_key_buffer`."""
@@ -214,11 +223,11 @@ class MLATokenToKVPool(TokenPool):
 
     def set_kv_buffer(self, layer: Layer, loc: Tensor, cache_k: Tensor, cache_v: Tensor | None = None) -> None:
         """Write whole rows, [n, 1, kv_cache_dim], to the n slots `loc`. `cache_v` is a part of them: not looked at."""
-        self._store(self.views.k[self._index(layer)], loc, cache_k)
+        self._store(self._keys[self._index(layer)], loc, cache_k)
 
     def set_mla_kv_buffer(self, layer: Layer, loc: Tensor, cache_k_nope: Tensor, cache_k_rope: Tensor) -> None:
         """Write rows in their two parts: [n, 1, kv_lora_rank] and [n, 1, qk_rope_head_dim]."""
-        pages = self.views.k[self._index(layer)]
+        pages = self._keys[self._index(layer)]
         if cache_k_nope.shape[2:] != (self.kv_lora_rank,) or cache_k_nope.shape[:2] != cache_k_rope.shape[:2]:
             raise BadRequest(f"{list(cache_k_nope.shape)} and {list(cache_k_rope.shape)} are no row's two parts")
         self._store(pages, loc, torch.cat([cache_k_nope, cache_k_rope], dim=2))

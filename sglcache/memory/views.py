@@ -1,6 +1,7 @@
-"""A runner's side of a device pool: the same bytes, seen as K and V of each layer.
+"""A runner's side of a device pool: the same bytes, seen as K and V of each layer, or as latents.
 
-The tensors are torch's, which is loaded when the first of them is asked for: who takes `array` can do without.
+The tensors are torch's, which is loaded when the first of them is asked for: who takes `array` or `layers` can do
+without.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Bytes = npt.NDArray[np.uint8]
+
+
 class KVViews:
-    """Tensors, or an array, on one shard's device pool.
+    """Tensors, or arrays, on one shard's device pool.
 
     Writes are seen by every process that maps it, at once and uncopied. Index the first axis with a lease's slots;
     write only to pages of a lease of yours that are not committed.
@@ -36,58 +40,99 @@ class KVViews:
         self.geometry = geometry
         self.shard = shard
         self._pid = os.getpid()
+        self._placement = geometry.placement()
         region = map_shared(fd, geometry.pool_bytes)
-        array = np.frombuffer(memoryview(region), dtype=np.uint8).reshape(geometry.num_pages, geometry.page_bytes)
-        self._array: npt.NDArray[np.uint8] | None = array
-        self._tensors: tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+        self._buffer: Bytes | None = np.frombuffer(memoryview(region), dtype=np.uint8)
+        self._tensors: tuple[tuple[Tensor, ...], ...] | None = None
 
     @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        """uint8 [num_pages, page_bytes], contiguous, as numpy's."""
-        return self._open()
+    def layers(self) -> tuple[tuple[Bytes, ...], ...]:
+        """As numpy's, in any layout. Per layer K and V, or latents: uint8 [num_pages, page_size, bytes of a token]."""
+        buffer, geometry = self._open().data, self.geometry
+        return tuple(
+            tuple(
+                np.ndarray(
+                    (geometry.num_pages, geometry.page_size, plane.token_bytes),
+                    np.uint8,
+                    buffer,
+                    region.offset,
+                    (region.page_stride, plane.token_bytes, 1),
+                )
+                for plane, region in zip(geometry.planes, regions, strict=True)
+            )
+            for regions in self._placement.layers
+        )
+
+    @property
+    def array(self) -> Bytes:
+        """uint8 [num_pages, page_bytes], contiguous, as numpy's. ConfigError: not in the layout layer_first."""
+        self._placement.page()
+        return self._open().reshape(self.geometry.num_pages, self.geometry.page_bytes)
 
     @property
     def pages(self) -> Tensor:
-        """uint8 [num_pages, page_bytes], contiguous."""
-        return self._torch()[0]
+        """uint8 [num_pages, page_bytes], contiguous. ConfigError: not in the layout layer_first."""
+        with extras():
+            import torch
+        with torch.inference_mode(False):
+            return torch.from_numpy(self.array)
 
     @property
     def k(self) -> tuple[Tensor, ...]:
-        """Per layer: [num_pages, page_size, shard_heads, head_dim] of the geometry's dtype; strided over pages."""
-        return self._torch()[1]
+        """Per layer: [num_pages, page_size, shard_heads, head_dim] of the geometry's dtype; strided over pages.
+
+        BadRequest: the pool holds latents.
+        """
+        return self._plane("k")
 
     @property
     def v(self) -> tuple[Tensor, ...]:
-        """As `k`."""
-        return self._torch()[2]
+        """As `k`: [num_pages, page_size, shard_heads, v_head_dim]."""
+        return self._plane("v")
+
+    @property
+    def kv(self) -> tuple[Tensor, ...]:
+        """Per layer the latents, each behind it the rotated key: [num_pages, page_size, 1, kv_lora_rank +
+        qk_rope_head_dim], strided over pages. BadRequest: the pool holds K and V.
+        """
+        return self._plane("kv")
 
     def close(self) -> None:
         """Let go of the mapping, which goes with the last tensor or array made from it: those you kept stay good.
 
         Harmless when repeated, and in a forked child, where there is nothing to unmap.
         """
-        self._array = self._tensors = None
+        self._buffer = self._tensors = None
 
-    def _open(self) -> npt.NDArray[np.uint8]:
-        if self._array is None:
+    def _open(self) -> Bytes:
+        if self._buffer is None:
             raise ClosedError("the views are closed")
         if os.getpid() != self._pid:
             raise ClosedError("the views belong to the parent of this forked process; attach anew")
-        return self._array
+        return self._buffer
 
-    def _torch(self) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        array, geometry = self._open(), self.geometry
+    def _plane(self, name: str) -> tuple[Tensor, ...]:
+        buffer, planes = self._open(), self.geometry.planes
+        names = [plane.name for plane in planes]
+        if name not in names:
+            raise BadRequest(f"this pool holds no {name}; it has {' and '.join(f'pool.{it}' for it in names)}")
         if self._tensors is None:
             with extras():
                 import torch
+            dtype = getattr(torch, self.geometry.dtype)
+            item, page_size = dtype.itemsize, self.geometry.page_size
             # Whoever first asks for the pool in inference mode must be able to write it outside.
             with torch.inference_mode(False):
-                pages = torch.from_numpy(array)
-                # [num_pages, 2 (k, v), num_layers, page_size, shard_heads, head_dim]
-                both = pages.view(getattr(torch, geometry.dtype)).view(geometry.num_pages, *geometry.page_shape)
-                self._tensors = (
-                    pages,
-                    tuple(both[:, 0, layer] for layer in range(geometry.num_layers)),
-                    tuple(both[:, 1, layer] for layer in range(geometry.num_layers)),
+                flat = torch.from_numpy(buffer).view(dtype)
+                self._tensors = tuple(
+                    tuple(
+                        flat.as_strided(
+                            (self.geometry.num_pages, page_size, plane.heads, plane.dim),
+                            (regions[number].page_stride // item, plane.heads * plane.dim, plane.dim, 1),
+                            regions[number].offset // item,
+                        )
+                        for regions in self._placement.layers
+                    )
+                    for number, plane in enumerate(planes)
                 )
-        return self._tensors
+        return self._tensors[names.index(name)]

@@ -92,7 +92,7 @@ class Rank:
         self.config = config
         self.seat = start.seat
         self.socket = Path(start.seat.socket)
-        self.geometry = geometry(config)
+        self.geometry = Geometry.of(config)
         self.state = "starting"  # then ok, draining, stopped or failed
         self.started_at = time.time()
         self.floor = start.floor
@@ -340,21 +340,6 @@ class Rank:
         }
 
 
-def geometry(config: Config) -> Geometry:
-    pool = config.pool
-    return Geometry(
-        page_size=pool.page_size,
-        num_pages=pool.num_pages,
-        num_layers=pool.num_layers,
-        num_kv_heads=pool.num_kv_heads,
-        head_dim=pool.head_dim,
-        dtype=pool.dtype,
-        layout=pool.layout,
-        num_shards=pool.num_shards,
-        host_pages=config.host_pages,
-    )
-
-
 def policy_of(config: EvictionConfig, name: str) -> Policy:
     return Policy(name, config.protected_threshold, config.next_prompt_estimate, config.threshold)
 
@@ -397,7 +382,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         )
         if publisher is not None:
             tell_all(publisher, index, lambda: owner.hurry())
-        tiers = {Tier.DEVICE: device.shards, Tier.HOST: host.shards}
+        ways = {
+            (src, dst): tuple(zip(*((a.shards[i], b.shards[j]) for i, j in shape.pairs(src, dst)), strict=True))
+            for src, a, dst, b in ((Tier.DEVICE, device, Tier.HOST, host), (Tier.HOST, host, Tier.DEVICE, device))
+            if shape.host_pages
+        }
 
         def copied(ticket: TicketId, ok: bool, error: TransferError | None) -> None:
             # On the copier's thread, and with the loop perhaps gone: then nobody waits for it.
@@ -408,7 +397,8 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         undo.callback(copier.close, finish=False)
 
         def submit(copy: Copy) -> None:
-            copier.submit(copy.ticket, tiers[copy.src], tiers[copy.dst], copy.src_slots, copy.dst_slots)
+            src, dst = ways[copy.src, copy.dst]
+            copier.submit(copy.ticket, src, dst, copy.src_slots, copy.dst_slots)
 
         owner = Owner(
             index,

@@ -14,7 +14,7 @@ from sglcache.memory.geometry import Geometry
 
 def wanted(ranks: Iterable[Geometry]) -> int:
     """Bytes of every pool, device and host, of these ranks."""
-    return sum(it.num_shards * (it.pool_bytes + it.host_pool_bytes) for it in ranks)
+    return sum(it.num_shards * it.pool_bytes + it.num_parts * it.host_pool_bytes for it in ranks)
 
 
 def there(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

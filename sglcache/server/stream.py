@@ -42,7 +42,7 @@ def build_publisher(config: Config, seat: Seat) -> Publisher:
         live,
         replay,
         topic=seat.topic,
-        ring_bytes=events.ring_bytes,
+        ring_bytes=events.ring_size,
         hwm=events.hwm,
         connect=connect,
         curve=curve,

@@ -47,6 +47,9 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+HEADS = ("num_kv_heads", "head_dim")
+
+
 class DaemonError(Exception):
     """The daemon did not do as it should; the message has what it logged."""
 
@@ -160,6 +163,9 @@ class Daemon(Served):
         for layer in (SMALL, sections):
             for name, values in layer.items():
                 config.setdefault(name, {}).update(values)
+        if "kv_lora_rank" in config["pool"]:
+            for key in HEADS:  # `SMALL`'s: latents have none
+                del config["pool"][key]
         options = {"config": config, "prelude": prelude, "timing": dict(timing or {})}
         reader, writer = os.pipe()
         try:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 2  # raised when an old peer would misread a new one
+PROTOCOL = 3  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 
@@ -60,17 +60,27 @@ class PoolHandle(Frame):
 
 
 class Geometry(Frame):
-    """What a page holds. A page_first pool is one tensor [num_pages, 2 (k, v), num_layers, page_size, heads, dim]."""
+    """What a page holds and how the pages of a pool lie; `sglcache.memory.geometry` says what that means.
+
+    A shard keeps of a token, in each layer, K [shard_heads, head_dim] and V [shard_heads, v_head_dim]; or, with a
+    kv_lora_rank, one row of kv_lora_rank + qk_rope_head_dim, which is head_dim, then num_kv_heads is 1 and v_head_dim
+    0. A page_first pool is [num_pages][num_layers][K, V][page_size] of these, a layer_first one
+    [num_layers][K, V][num_pages][page_size].
+    """
 
     page_size: int
     num_pages: int
     num_layers: int
-    num_kv_heads: int  # of all shards together
+    num_kv_heads: int  # of the model; with more shards than heads, neighbouring shards have the same one
     head_dim: int
-    dtype: str  # torch's name: float16, bfloat16, float32
-    layout: str  # "page_first"
+    v_head_dim: int
+    dtype: str  # torch's name: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2
+    layout: str  # page_first, layer_first
     num_shards: int
     host_pages: int
+    host_layout: str
+    kv_lora_rank: int
+    qk_rope_head_dim: int
 
 
 class Welcome(Frame):

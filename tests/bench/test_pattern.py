@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from sglcache.bench.pattern import Pattern, Shape
+from sglcache.bench.pattern import Bytes, Pattern
 
 TOKENS = np.arange(1000, 1080, dtype=np.uint32)
 SLOTS = np.array([7, 2, 5, 0, 3], dtype=np.int32)
 
 
-def pool(shape: Shape) -> npt.NDArray[np.uint8]:
-    return np.zeros((8, shape.page_bytes), dtype=np.uint8)
+def planes(page_size: int = 16, num_layers: int = 3, rows: tuple[int, ...] = (24, 24)) -> list[list[Bytes]]:
+    """Of eight pages, in one buffer, a page after the other: as a runner maps them."""
+    buffer = np.zeros((8, num_layers, page_size * sum(rows)), np.uint8)
+    ends = np.cumsum([page_size * row for row in rows])
+    return [
+        [
+            buffer[:, layer, end - page_size * row : end].reshape(8, page_size, row)
+            for row, end in zip(rows, ends, strict=True)
+        ]
+        for layer in range(num_layers)
+    ]
 
 
 @pytest.fixture
-def pattern() -> Pattern:
-    shape = Shape(page_size=16, num_layers=3, row_bytes=24)
-    written = Pattern(pool(shape), shape)
+def pages() -> list[list[Bytes]]:
+    return planes()
+
+
+@pytest.fixture
+def pattern(pages: list[list[Bytes]]) -> Pattern:
+    written = Pattern(pages)
     written.write(SLOTS, TOKENS, 0, 80)
     return written
 
 
-def test_what_was_written_is_found_again_in_any_pieces(pattern: Pattern) -> None:
+def test_what_was_written_is_found_again_in_any_pieces(pattern: Pattern, pages: list[list[Bytes]]) -> None:
     assert pattern.check(SLOTS, TOKENS, 0, 80) is None
     assert pattern.check(SLOTS, TOKENS, 5, 61) is None
-    before = pattern.pool.copy()
+    before = np.array(pages)
     for start, stop in ((0, 1), (1, 33), (33, 80)):
         pattern.write(SLOTS, TOKENS, start, stop)
-    assert (pattern.pool == before).all()
+    assert (np.array(pages) == before).all()
 
 
 def test_a_page_of_another_slot_is_noticed(pattern: Pattern) -> None:
@@ -55,25 +67,24 @@ def test_another_token_is_noticed(pattern: Pattern) -> None:
     assert (wrong.position, wrong.token) == (40, 1041)
 
 
-def test_one_changed_byte_is_noticed_with_its_layer_and_part(pattern: Pattern) -> None:
-    pages = pattern.pool.view(np.uint8).reshape(8, 2, 3, 16, 24)
-    pages[SLOTS[3], 1, 2, 9, 23] ^= 1
-    wrong = pattern.check(SLOTS, TOKENS, 0, 80)
-    assert wrong is not None
-    assert wrong == (3 * 16 + 9, 1057, 0, 2, "v")
+def test_one_changed_byte_is_noticed_with_its_layer_and_plane(pattern: Pattern, pages: list[list[Bytes]]) -> None:
+    pages[2][1][SLOTS[3], 9, 23] ^= 1
+    assert pattern.check(SLOTS, TOKENS, 0, 80) == (3 * 16 + 9, 1057, 0, 2, 1)
+    pages[1][0][SLOTS[3], 9, 0] ^= 1
+    assert pattern.check(SLOTS, TOKENS, 0, 80) == (3 * 16 + 9, 1057, 0, 1, 0), "the first layer that is wrong"
 
 
-def test_layers_k_and_v_and_shards_all_differ(pattern: Pattern) -> None:
-    planes = pattern.values(TOKENS, 0).reshape(80, 6, -1)
-    assert len(np.unique(planes[0], axis=0)) == 6
-    other = Pattern(pool(pattern.shape), pattern.shape._replace(shard=1))
-    assert not (other.values(TOKENS, 0) == pattern.values(TOKENS, 0)).all(axis=-1).any()
+def test_layers_k_and_v_and_parts_all_differ(pattern: Pattern, pages: list[list[Bytes]]) -> None:
+    page = np.array(pages)[:, :, SLOTS[0]].reshape(6, -1)
+    assert len(np.unique(page, axis=0)) == 6
+    other = planes()
+    Pattern(other, part=1).write(SLOTS, TOKENS, 0, 80)
+    assert not (np.array(other) == np.array(pages))[:, :, SLOTS].all(axis=-1).any()
 
 
-@pytest.mark.parametrize("row_bytes", [1, 2, 6, 64])
-def test_any_row_will_do(row_bytes: int) -> None:
-    shape = Shape(page_size=4, num_layers=1, row_bytes=row_bytes)
-    pattern = Pattern(pool(shape), shape)
+@pytest.mark.parametrize("rows", [(1,), (2, 1), (6, 4), (64,), (3, 64)])
+def test_any_rows_will_do(rows: tuple[int, ...]) -> None:
+    pattern = Pattern(planes(4, 2, rows))
     slots = np.arange(8, dtype=np.int32)
     pattern.write(slots, TOKENS, 0, 32)
     assert pattern.check(slots, TOKENS, 0, 32) is None

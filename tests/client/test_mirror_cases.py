@@ -55,7 +55,7 @@ def test_a05_who_does_not_read_loses_and_is_made_whole_while_nobody_waits_for_it
     """
     monkeypatch.setattr("sglcache.client.mirror.LIVE_HWM", 4)
     pool = {"page_size": 16, "num_tokens": 16 * 256, "num_layers": 1, "num_kv_heads": 1, "head_dim": 1}
-    events = {"ring_bytes": 1 << 16, "hwm": 4, "max_delay_ms": 0.0}
+    events = {"ring_size": "64 KiB", "hwm": 4, "max_delay_ms": 0.0}
     daemon = Daemon(tmp_path, pool=pool, host={"num_tokens": 16 * 256}, events=events)
     try:
         with mirror_of(daemon) as sleeper, mirror_of(daemon) as mirror, daemon.client() as client:
@@ -146,7 +146,7 @@ def test_a06_what_is_replayed_is_what_was_live_however_it_is_asked_for(replaying
 
 
 def test_a06_a_start_that_the_ring_has_left_behind_gets_a_snapshot_and_the_picture_is_exact(tmp_path: Path) -> None:
-    with Daemon(tmp_path, events={"topic": TOPIC, "ring_bytes": 1 << 16}) as daemon, daemon.client() as client:
+    with Daemon(tmp_path, events={"topic": TOPIC, "ring_size": "64 KiB"}) as daemon, daemon.client() as client:
         number = 0
         while client.status()["stream"]["ring_first_seq"] < client.epoch + 20:
             number += 1

@@ -75,7 +75,7 @@ def test_a_right_daemon_is_equal_block_by_block(tmp_path: Path) -> None:
 
 def test_it_is_content_with_a_daemon_that_is_hammered(tmp_path: Path) -> None:
     """A small ring and small pools: most joins get a snapshot, and blocks come and go all the time."""
-    with Daemon(tmp_path, events={"ring_bytes": 1 << 16}) as daemon:
+    with Daemon(tmp_path, events={"ring_size": "64 KiB"}) as daemon:
         stop = threading.Event()
 
         def hammer() -> None:
@@ -181,7 +181,7 @@ def test_a_batch_that_is_lost_for_good_is_a_problem(wrong: Callable[[str], Daemo
 
 
 def test_where_the_start_is_gone_what_is_there_is_compared(tmp_path: Path) -> None:
-    with Daemon(tmp_path, events={"ring_bytes": 1 << 16}) as daemon, daemon.client() as client:
+    with Daemon(tmp_path, events={"ring_size": "64 KiB"}) as daemon, daemon.client() as client:
         put(client, TOKENS[0])
         assert check(daemon).from_the_start
         number = 0

@@ -19,26 +19,41 @@ from sglcache.integrations.transformers.model import PagedBatch, PagedLayers, Pa
 NUM_PAGES, PAGE_SIZE, LAYERS, HEADS, DIM = 12, 4, 3, 2, 8
 
 
-def page_first() -> tuple[list[Tensor], list[Tensor]]:
-    both = torch.zeros(NUM_PAGES, 2, LAYERS, PAGE_SIZE, HEADS, DIM)
-    return [both[:, 0, layer] for layer in range(LAYERS)], [both[:, 1, layer] for layer in range(LAYERS)]
+Planes = tuple[list[Tensor], list[Tensor]]
 
 
-def layer_first() -> tuple[list[Tensor], list[Tensor]]:
-    both = torch.zeros(2, LAYERS, NUM_PAGES, PAGE_SIZE, HEADS, DIM)
-    return list(both[0]), list(both[1])
+def page_first(k_dim: int = DIM, v_dim: int = DIM, gap: int = 0) -> Planes:
+    """A page's layers one after another, K and V of each."""
+    sizes = [PAGE_SIZE * HEADS * dim for dim in (k_dim, v_dim)]
+    pages = torch.zeros(NUM_PAGES, LAYERS * sum(sizes) + gap)[:, : LAYERS * sum(sizes)].unflatten(
+        1, (LAYERS, sum(sizes))
+    )
+    k, v = pages.split(sizes, dim=2)
+    return tuple(
+        [plane[:, layer].unflatten(1, (PAGE_SIZE, HEADS, dim)) for layer in range(LAYERS)]
+        for plane, dim in ((k, k_dim), (v, v_dim))
+    )  # type: ignore[return-value]
 
 
-def head_first() -> tuple[list[Tensor], list[Tensor]]:
-    both = torch.zeros(2, LAYERS, NUM_PAGES, HEADS, PAGE_SIZE, DIM).transpose(3, 4)
-    return list(both[0]), list(both[1])
+def layer_first(k_dim: int = DIM, v_dim: int = DIM) -> Planes:
+    k, v = (list(torch.zeros(LAYERS, NUM_PAGES, PAGE_SIZE, HEADS, dim)) for dim in (k_dim, v_dim))
+    return k, v
 
 
-def with_a_gap() -> tuple[list[Tensor], list[Tensor]]:
+def head_first(k_dim: int = DIM, v_dim: int = DIM) -> Planes:
+    k, v = (list(torch.zeros(LAYERS, NUM_PAGES, HEADS, PAGE_SIZE, dim).transpose(2, 3)) for dim in (k_dim, v_dim))
+    return k, v
+
+
+def with_a_gap(k_dim: int = DIM, v_dim: int = DIM) -> Planes:
     """A page's bytes are no multiple of a row's."""
-    pages = torch.zeros(NUM_PAGES, 2 * LAYERS * PAGE_SIZE * HEADS * DIM + 4)
-    both = pages[:, :-4].unflatten(1, (2, LAYERS, PAGE_SIZE, HEADS, DIM))
-    return [both[:, 0, layer] for layer in range(LAYERS)], [both[:, 1, layer] for layer in range(LAYERS)]
+    return page_first(k_dim, v_dim, gap=4)
+
+
+def latents(k_dim: int = DIM, v_dim: int = DIM) -> Planes:
+    """One row has both."""
+    rows = torch.zeros(NUM_PAGES, LAYERS, PAGE_SIZE, HEADS, k_dim + v_dim)
+    return list(rows[..., :k_dim].unbind(1)), list(rows[..., k_dim:].unbind(1))
 
 
 def part(start: int, count: int, slots: list[int]) -> Part:
@@ -50,11 +65,11 @@ def batch(layers: PagedLayers, *parts: Part) -> PagedBatch:
 
 
 @pytest.mark.parametrize("widths", [(DIM, DIM), (DIM, 3), (5, DIM)], ids=str)
-@pytest.mark.parametrize("layout", [page_first, layer_first, head_first, with_a_gap])
+@pytest.mark.parametrize("layout", [page_first, layer_first, head_first, with_a_gap, latents])
 def test_what_is_written_is_read_in_order_in_any_layout(
-    layout: Callable[[], tuple[list[Tensor], list[Tensor]]], widths: tuple[int, int]
+    layout: Callable[[int, int], Planes], widths: tuple[int, int]
 ) -> None:
-    k, v = layout()
+    k, v = layout(*widths)
     layers = PagedLayers(k, v)
     slots = {"one": [7, 2, 11], "other": [0, 5, 3]}
     wrote: dict[str, list[list[Tensor]]] = {"one": [[], []], "other": [[], []]}
@@ -88,6 +103,7 @@ def test_what_is_read_stands_as_attention_likes_it() -> None:
     [
         ((1, HEADS + 1, 2, DIM), torch.float32, 0),
         ((1, HEADS, 2, DIM + 1), torch.float32, 0),
+        ((1, HEADS, 2, DIM - 1), torch.float32, 0),
         ((1, HEADS, 2, DIM), torch.bfloat16, 0),
         ((1, HEADS, 2, DIM), torch.float32, LAYERS),
     ],

@@ -53,8 +53,9 @@ def daemons() -> Iterator[Daemons]:
 def serve(models: dict[str, Any], daemons: Daemons, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """An empty daemon with room for 384 tokens, and for 1,024 on the host."""
 
-    def start(family: str, page_size: int, dtype: str = "float32") -> Daemon:
+    def start(family: str, page_size: int, dtype: str = "float32", layout: str = "page_first") -> Daemon:
         pool = pool_settings(models[family].config, page_size=page_size, num_tokens=384, dtype=dtype)
+        pool["layout"] = layout
         kind = tuple(pool.items())
         if kind not in daemons:
             folder = tmp_path_factory.mktemp("daemon")
@@ -98,12 +99,18 @@ def host_only(daemon: Daemon, runner: Runner, prompt: list[int]) -> None:
     raise AssertionError("it is still there")
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "page_size", "layout"),
+    [
+        *((family, page_size, "page_first") for family in FAMILIES for page_size in (1, 16)),
+        ("llama", 16, "layer_first"),
+        ("deepseek_v2", 16, "layer_first"),
+    ],
+)
 def test_it_says_the_same_words_cold_warm_loaded_back_and_evicted(
-    family: str, page_size: int, models: dict[str, Any], serve: Serve
+    family: str, page_size: int, layout: str, models: dict[str, Any], serve: Serve
 ) -> None:
-    model, daemon = models[family], serve(family, page_size)
+    model, daemon = models[family], serve(family, page_size, layout=layout)
     first = tiny.prompt(100)
     second = tiny.prompt(90, seed=1, prefix=first[:70])
     with daemon.client() as client:
@@ -360,9 +367,14 @@ def test_a_page_that_was_written_wrongly_is_noticed(
         runner = Runner(client, PagedModel(tiny.build(family), client))
         judge(models[family], say(runner, prompt))
         page = client.acquire(prompt)
-        pool = getattr(client.pool, part)
+        rank = client.geometry.kv_lora_rank
+        if rank:
+            columns = slice(rank) if part == "k" else slice(rank, None)
+            layer = client.pool.kv[1][..., columns]
+        else:
+            layer = getattr(client.pool, part)[1]
         # One token of one layer and one head (or all of its latent), written where its neighbour belongs.
-        pool[1][page.slots[2], 5, -1] = pool[1][page.slots[2], 6, -1]
+        layer[page.slots[2], 5, -1] = layer[page.slots[2], 6, -1]
         page.release()
         with pytest.raises(AssertionError):
             judge(models[family], say(runner, prompt))
@@ -373,7 +385,8 @@ def test_a_daemon_for_another_model_is_refused(models: dict[str, Any], serve: Se
     with (
         daemon.client() as client,
         pytest.raises(
-            ConfigError, match=r"pool\.num_kv_heads = 2 and the model needs 1.*pool\.head_dim = 16 and .* 24"
+            ConfigError,
+            match=r"pool\.num_kv_heads = 2 and the model needs none.*kv_lora_rank = nothing and .* needs 24",
         ),
     ):
         PagedModel(tiny.build("deepseek_v2"), client)
@@ -407,7 +420,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
         pool_settings(LlamaConfig(is_causal=False, **tiny.SIZES))
 
 
-@pytest.mark.parametrize(("num_layers", "num_heads", "token_bytes"), [(27, 16, 55_296), (60, 128, 122_880)])
+@pytest.mark.parametrize(("num_layers", "num_heads", "token_bytes"), [(27, 16, 31_104), (60, 128, 69_120)])
 def test_latents_take_the_room_of_latents_however_many_heads_there_are(
     num_layers: int, num_heads: int, token_bytes: int
 ) -> None:

@@ -28,7 +28,7 @@ EXACT, ANNOUNCED, REGISTERED, NOTHING = "exact", "exact once announced", "exact 
 HEARD_S = 40.0  # for a consumer to believe what it should
 QUIET_S = 10 * HEARTBEAT_S  # after which a consumer that does not believe it yet never will by itself
 
-EVENTS = {"ring_bytes": 1 << 16, "max_blocks": 16}  # a ring that is soon full; a snapshot of many frames
+EVENTS = {"ring_size": "64 KiB", "max_blocks": 16}  # a ring that is soon full; a snapshot of many frames
 OLD_CLOCK = """
 import time
 time.time_ns = lambda: 1_000_000_000

@@ -17,7 +17,7 @@ from kernel_facts import mapped
 from sglcache.errors import ClosedError, TransferError
 from sglcache.memory import copier as copier_module
 from sglcache.memory.copier import Copier
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import Geometry, Placement
 from sglcache.memory.pools import DevicePools, HostPools, Pool
 from sglcache.units import TicketId
 
@@ -53,7 +53,7 @@ def pool() -> Iterator[Make]:
     made: list[Pool] = []
 
     def make(name: str, num_pages: int, page_bytes: int) -> Pool:
-        made.append(Pool(name, num_pages, page_bytes))
+        made.append(Pool(name, Placement.whole(num_pages, page_bytes)))
         return made[-1]
 
     yield make
@@ -82,7 +82,7 @@ def test_copies_move_what_they_name_and_nothing_else(data: st.DataObject, page_b
     num_pages = 10
     slots = st.permutations(range(num_pages))
     moves = data.draw(st.lists(st.tuples(slots, slots, st.integers(0, num_pages)), max_size=4))
-    a, b = Pool("a", num_pages, page_bytes), Pool("b", num_pages, page_bytes)
+    a, b = Pool("a", Placement.whole(num_pages, page_bytes)), Pool("b", Placement.whole(num_pages, page_bytes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copier_module, "STAGING_BYTES", staging)
         model = [fill(a), fill(b)]
@@ -191,7 +191,7 @@ def test_closing_without_finishing_drops_what_has_not_begun(pool: Make) -> None:
 
 
 def test_an_idle_copier_keeps_no_pool_mapped(copier: Copier, answers: SimpleQueue[Answer]) -> None:
-    a, b = Pool("test-idle-a", 4, 8), Pool("test-idle-b", 4, 8)
+    a, b = Pool("test-idle-a", Placement.whole(4, 8)), Pool("test-idle-b", Placement.whole(4, 8))
     for number, slots in enumerate((packed(0), packed(9))):  # one goes well, one does not
         copier.submit(TicketId(number), [a], [b], slots, packed(1))
         answers.get()
@@ -208,7 +208,8 @@ def test_an_idle_copier_keeps_no_pool_mapped(copier: Copier, answers: SimpleQueu
 def test_numpy_lets_go_of_the_lock_while_pages_move(pool: Make, operation: str) -> None:
     """The loop's thread turns while the copier is inside a numpy call: law 2 counts on it."""
     index = np.arange(8, dtype=np.int32)
-    src, dst = (pool(name, 8, 1 << 20).rows for name in "ab")
+    pools = (pool(name, 8, 1 << 20) for name in "ab")
+    src, dst = (it.rows(it.placement.page()) for it in pools)
     turned, asleep = threading.Event(), threading.Event()
 
     def turn() -> None:

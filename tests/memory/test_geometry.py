@@ -1,5 +1,8 @@
+"""What a page holds and where its bytes lie: the numbers, the laws of regions, and what is refused."""
+
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,27 +10,138 @@ from typing import Any
 
 import msgspec
 import pytest
+from forms import geometries
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sglcache.config import load
 from sglcache.errors import ConfigError
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import Geometry, Placement, Plane, Region, moves
+from sglcache.units import Tier
 from sglcache.wire import control
 
 LLAMA_8B = Geometry(page_size=16, num_pages=1000, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+DEEPSEEK_V3 = Geometry(
+    page_size=64,
+    num_pages=1000,
+    num_layers=61,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    dtype="bfloat16",
+    num_shards=8,
+    host_pages=10,
+)
 
 
 def test_a_page_of_llama_8b_is_two_mebibytes() -> None:
-    assert LLAMA_8B.page_bytes == 2 << 20
+    assert (LLAMA_8B.layer_bytes, LLAMA_8B.token_bytes, LLAMA_8B.page_bytes) == (4096, 128 << 10, 2 << 20)
     assert LLAMA_8B.pool_bytes == 1000 * (2 << 20)
     assert LLAMA_8B.host_pool_bytes == 0
-    assert LLAMA_8B.page_shape == (2, 32, 16, 8, 128)
+    assert LLAMA_8B.planes == (Plane("k", 8, 128, 2048), Plane("v", 8, 128, 2048))
 
 
 def test_shards_share_the_heads_and_have_all_pages() -> None:
     sharded = replace(LLAMA_8B, num_shards=4, host_pages=10)
-    assert sharded.page_shape == (2, 32, 16, 2, 128)
+    assert sharded.shard_heads == 2
     assert sharded.page_bytes * 4 == LLAMA_8B.page_bytes
     assert sharded.pool_bytes * 4 == LLAMA_8B.pool_bytes
     assert sharded.host_pool_bytes == 10 * sharded.page_bytes
+    assert (sharded.num_parts, sharded.num_replicas) == (4, 1)
+    assert sharded.pairs(Tier.DEVICE, Tier.HOST) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
+def test_more_shards_than_heads_share_a_head_with_their_neighbours() -> None:
+    """As SGLang: shard i of 8 has head i * 2 // 8 of 2. The host keeps each once."""
+    shared = replace(LLAMA_8B, num_kv_heads=2, num_shards=8)
+    assert (shared.shard_heads, shared.num_parts, shared.num_replicas) == (1, 2, 4)
+    assert shared.pairs(Tier.DEVICE, Tier.HOST) == [(0, 0), (4, 1)]
+    assert shared.pairs(Tier.HOST, Tier.DEVICE) == [(i * 2 // 8, i) for i in range(8)]
+
+
+def test_latents_are_one_row_which_every_shard_has_and_the_host_once() -> None:
+    assert DEEPSEEK_V3.planes == (Plane("kv", 1, 576, 1152),)
+    assert (DEEPSEEK_V3.layer_bytes, DEEPSEEK_V3.token_bytes, DEEPSEEK_V3.page_bytes) == (1152, 70_272, 4_497_408)
+    assert replace(DEEPSEEK_V3, num_shards=1).page_bytes == DEEPSEEK_V3.page_bytes
+    assert DEEPSEEK_V3.pairs(Tier.DEVICE, Tier.HOST) == [(0, 0)]
+    assert DEEPSEEK_V3.pairs(Tier.HOST, Tier.DEVICE) == [(0, shard) for shard in range(8)]
+
+
+def test_k_and_v_may_differ_in_width() -> None:
+    wide = Geometry(page_size=4, num_pages=8, num_layers=2, num_kv_heads=3, head_dim=24, v_head_dim=16, dtype="float32")
+    assert [plane.token_bytes for plane in wide.planes] == [3 * 24 * 4, 3 * 16 * 4]
+    assert wide.page_bytes == 4 * 2 * 3 * (24 + 16) * 4
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float16", 2), ("bfloat16", 2), ("float32", 4), ("float8_e4m3fn", 1)])
+def test_an_element_takes_what_its_type_takes(dtype: str, item: int) -> None:
+    assert replace(LLAMA_8B, dtype=dtype).page_bytes == (1 << 20) * item
+
+
+# -- regions ------------------------------------------------------------------------------------------------
+
+
+def test_a_page_first_page_is_one_run_and_a_layer_of_it_one_run_inside() -> None:
+    placement = LLAMA_8B.placement()
+    page, layer = 2 << 20, 64 << 10
+    assert moves(placement, placement) == [(Region(0, page, page),) * 2]
+    assert placement.ranges(3) == [(3 * page, 4 * page)]
+    assert placement.ranges(3, layer=5) == [(3 * page + 5 * layer, 3 * page + 6 * layer)]
+
+
+def test_a_layer_first_plane_of_a_layer_is_one_array() -> None:
+    placement = replace(LLAMA_8B, layout="layer_first").placement()
+    piece = 32 << 10  # 16 tokens' K of one layer
+    assert placement.layers[5] == (Region(10_000 * piece, piece, piece), Region(11_000 * piece, piece, piece))
+    assert placement.ranges(3, layer=5) == [(10_003 * piece, 10_004 * piece), (11_003 * piece, 11_004 * piece)]
+    assert len(placement.ranges(3)) == 64
+    with pytest.raises(ConfigError, match="lie apart, layer by layer") as caught:
+        placement.page()
+    assert caught.value.path == "pool.layout"
+
+
+@given(geometry=geometries())
+def test_the_pieces_of_all_pages_are_all_of_the_pool_and_none_is_there_twice(geometry: Geometry) -> None:
+    for tier in (Tier.DEVICE, Tier.HOST):
+        placement = geometry.placement(tier)
+        ranges = sorted(
+            (region.start(page), region.start(page) + region.num_bytes)
+            for regions in placement.layers
+            for region in regions
+            for page in range(placement.num_pages)
+        )
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == placement.num_bytes == placement.num_pages * geometry.page_bytes
+
+
+@given(geometry=geometries(), data=st.data())
+def test_moves_are_every_piece_once_in_either_pool_whole_or_by_layer(geometry: Geometry, data: st.DataObject) -> None:
+    device, host = geometry.placement(Tier.DEVICE), geometry.placement(Tier.HOST)
+    chosen = data.draw(st.none() | st.lists(st.integers(0, geometry.num_layers - 1), unique=True).map(sorted))
+    wanted = range(geometry.num_layers) if chosen is None else chosen
+    found = moves(device, host, chosen)
+    assert all(src.num_bytes == dst.num_bytes for src, dst in found)
+    for side, placement in enumerate((device, host)):
+        pages = range(placement.num_pages)
+        told = [
+            {at for move in found for at in range(move[side].start(p), move[side].start(p) + move[side].num_bytes)}
+            for p in pages
+        ]
+        for p in pages:
+            pieces = {at for layer in wanted for start, stop in placement.ranges(p, layer) for at in range(start, stop)}
+            assert told[p] == pieces
+            assert sum(move[side].num_bytes for move in found) == len(pieces)
+    if geometry.layout == geometry.host_layout == "page_first" and chosen is None:
+        assert len(found) == 1
+
+
+def test_pools_of_other_pieces_are_not_copied() -> None:
+    with pytest.raises(ValueError, match="pages of 8 bytes to pages of 16"):
+        moves(Placement.whole(4, 8), Placement.whole(4, 16))
+    with pytest.raises(ValueError, match="other pieces"):
+        moves(Placement.of("page_first", 4, 2, [4]), Placement.of("page_first", 4, 1, [8]))
+
+
+# -- refusals -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -39,11 +153,14 @@ def test_shards_share_the_heads_and_have_all_pages() -> None:
         ({"num_layers": -1}, "pool.num_layers"),
         ({"num_kv_heads": 0}, "pool.num_kv_heads"),
         ({"num_shards": 3}, "pool.num_shards"),
-        ({"num_shards": 16}, "pool.num_shards"),
+        ({"num_shards": 12}, "pool.num_shards"),
         ({"head_dim": 0}, "pool.head_dim"),
+        ({"v_head_dim": -1}, "pool.v_head_dim"),
         ({"host_pages": -1}, "pool.host_pages"),
         ({"dtype": "int8"}, "pool.dtype"),
-        ({"layout": "layer_first"}, "pool.layout"),
+        ({"layout": "head_first"}, "pool.layout"),
+        ({"host_layout": "page_head"}, "host.layout"),
+        ({"kv_lora_rank": 512}, "pool.kv_lora_rank"),
         ({"page_size": 1 << 20}, "pool.page_size"),
     ],
 )
@@ -53,13 +170,64 @@ def test_a_form_that_cannot_be_is_refused_by_its_key(changes: dict[str, Any], pa
     assert caught.value.path == path
 
 
-def test_it_survives_the_wire() -> None:
-    geometry = replace(LLAMA_8B, num_shards=2, host_pages=7)
+# -- from a configuration -----------------------------------------------------------------------------------
+
+
+LATENTS = ["pool.kv_lora_rank=512", "pool.qk_rope_head_dim=64"]
+
+
+def of(*overrides: str) -> Geometry:
+    return Geometry.of(load(None, overrides))
+
+
+def test_a_size_is_of_a_shards_pool_and_of_all_the_hosts_and_rounds_down_to_pages() -> None:
+    heads = ["pool.num_layers=32", "pool.num_kv_heads=8", "pool.head_dim=128", "pool.num_shards=4"]
+    found = of(*heads, "pool.size=1 GB", "host.size=8 GiB")
+    assert found.page_bytes == 512 << 10
+    assert found.num_pages == 10**9 // (512 << 10)
+    assert found.host_pages == (8 << 30) // (4 * (512 << 10))
+    latents = of(*LATENTS, "pool.num_shards=4", "pool.size=1 GB", "host.size=8 GiB")
+    assert latents.host_pages == (8 << 30) // latents.page_bytes, "the host keeps one of four replicas"
+    assert of("pool.size=1 MiB", "host.pool_ratio=0.5").host_pages == of("pool.size=1 MiB").num_pages // 2
+    assert of("host.size=0 B").host_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        (["pool.size=4095 B"], "pool.size", 'hold 0 pages of 4,096 bytes in each shard; write "4096 B" to'),
+        (["host.size=1 kB"], "host.size", "hold 0 pages of 4,096 bytes of all parts"),
+        (["pool.num_tokens=34359738352", "host.pool_ratio=2"], "host.pool_ratio", "lower host.pool_ratio"),
+    ],
+)
+def test_a_size_that_holds_no_pages_or_too_many_is_told_with_the_numbers(
+    overrides: list[str], path: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        of(*overrides)
+    assert caught.value.path == path
+
+
+def test_every_key_of_the_form_reaches_it() -> None:
+    found = of("pool.v_head_dim=16", "pool.layout=layer_first", "host.layout=page_first", "pool.dtype=float8_e5m2")
+    assert (found.head_dim, found.v_head_dim, found.layout, found.host_layout) == (32, 16, "layer_first", "page_first")
+    assert of("host.layout=layer_first").host_layout == "layer_first"
+    assert found.dtype == "float8_e5m2"
+    latents = of(*LATENTS, "pool.num_shards=3")
+    assert (latents.kv_lora_rank, latents.qk_rope_head_dim, latents.head_dim, latents.num_parts) == (512, 64, 576, 1)
+
+
+# -- on the wire --------------------------------------------------------------------------------------------
+
+
+@given(geometry=geometries())
+def test_it_survives_the_wire(geometry: Geometry) -> None:
     frame = msgspec.msgpack.decode(control.encode(geometry.to_wire()), type=control.Geometry)
     assert Geometry.from_wire(frame) == geometry
+    assert math.prod((geometry.num_shards, geometry.pool_bytes)) == geometry.placement().num_bytes * geometry.num_shards
 
 
 @pytest.mark.parametrize("module", ["geometry", "mapping", "rings"])
 def test_sizes_and_rings_need_no_torch(module: str) -> None:
-    code = f"import sys, sglcache.memory.{module}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, sglcache.memory.{module}; sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ from kernel_facts import in_child, mapped
 
 from sglcache.errors import BadRequest, ClosedError, ConfigError, NotInstalled, ProtocolError
 from sglcache.memory import pools as pools_module
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import Geometry, Placement
 from sglcache.memory.pools import DevicePools, HostPools, Pool
 from sglcache.memory.views import KVViews
 
@@ -58,10 +58,10 @@ def test_a_tier_that_fails_halfway_leaves_nothing(geometry: Geometry, monkeypatc
     created: list[Pool] = []
 
     class Second(Pool):
-        def __init__(self, name: str, num_pages: int, page_bytes: int) -> None:
+        def __init__(self, name: str, placement: Placement) -> None:
             if created:
                 raise ConfigError("no more")
-            super().__init__(name, num_pages, page_bytes)
+            super().__init__(name, placement)
             created.append(self)
 
     monkeypatch.setattr(pools_module, "Pool", Second)
@@ -82,8 +82,8 @@ def test_views_are_the_pages_bytes_in_the_stated_order(geometry: Geometry, dtype
             assert tensor.dtype == getattr(torch, dtype)
             tensor.fill_(10 * which + layer + 1)
 
-    pages = pools.shards[1].pages.view(tensor.dtype).view(8, *geometry.page_shape)
-    expected = torch.tensor([[1, 2, 3], [11, 12, 13]], dtype=tensor.dtype).view(1, 2, 3, 1, 1, 1)
+    pages = pools.shards[1].pages.view(tensor.dtype).view(8, 3, 2, 4, 2, 8)
+    expected = torch.tensor([[1, 11], [2, 12], [3, 13]], dtype=tensor.dtype).view(1, 3, 2, 1, 1, 1)
     assert torch.equal(pages, expected.expand_as(pages))  # so K and V of all layers cover every byte
     assert torch.equal(views.pages, pools.shards[1].pages)
     assert not pools.shards[0].pages.any()

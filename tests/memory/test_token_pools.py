@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,47 +17,34 @@ from sglcache.memory.views import KVViews
 PAGES, SIZE, LAYERS, HEADS, DIM = 6, 4, 3, 2, 8
 
 
-@dataclass
-class Form:
-    """A layout that `KVViews` may come to have."""
-
-    geometry: Any
-    k: tuple[Tensor, ...]
-    v: tuple[Tensor, ...]
-
-
-@dataclass
-class Layout:
-    layout: str
-
-
-def layer_first(k_dim: int = DIM, v_dim: int = DIM, heads: int = HEADS) -> Form:
-    k, v = (torch.zeros(LAYERS, PAGES, SIZE, heads, dim) for dim in (k_dim, v_dim))
-    return Form(Layout("layer_first"), tuple(k), tuple(v))
-
-
-def page_first(k_dim: int = DIM, v_dim: int = DIM, heads: int = HEADS) -> Form:
-    """K and V of one width or two; with two, as two runs of a page."""
-    widths = [LAYERS * SIZE * heads * dim for dim in (k_dim, v_dim)]
-    k, v = torch.zeros(PAGES, sum(widths)).split(widths, dim=1)
-    return Form(
-        Layout("page_first"),
-        tuple(k.unflatten(1, (LAYERS, SIZE, heads, k_dim)).unbind(1)),
-        tuple(v.unflatten(1, (LAYERS, SIZE, heads, v_dim)).unbind(1)),
-    )
-
-
-@pytest.fixture(params=[1, 4])
-def views(request: pytest.FixtureRequest) -> Iterator[KVViews]:
-    """A shard of a daemon's pool as a runner maps it, with pages of one token and of four."""
-    geometry = Geometry(
-        page_size=request.param, num_pages=PAGES, num_layers=LAYERS, num_kv_heads=2 * HEADS, head_dim=DIM, num_shards=2
-    )
+def mapped(layout: str, **form: Any) -> KVViews:
+    """The last shard of a daemon's pool as a runner maps it; the daemon's side of it is gone."""
+    form = {"page_size": SIZE, "num_pages": PAGES, "num_layers": LAYERS, "dtype": "float32", **form}
+    geometry = Geometry(layout=layout, **form)
     pools = DevicePools(geometry)
-    views = KVViews(pools.shards[1].fd, geometry, 1)
-    yield views
-    views.close()
+    views = KVViews(pools.shards[-1].fd, geometry, geometry.num_shards - 1)
     pools.close()
+    return views
+
+
+def layer_first(k_dim: int = DIM, v_dim: int = DIM) -> KVViews:
+    return mapped("layer_first", num_kv_heads=HEADS, head_dim=k_dim, v_head_dim=v_dim)
+
+
+def page_first(k_dim: int = DIM, v_dim: int = DIM) -> KVViews:
+    return mapped("page_first", num_kv_heads=HEADS, head_dim=k_dim, v_head_dim=v_dim)
+
+
+def latents(layout: str = "layer_first", rank: int = 5, rope: int = 2) -> KVViews:
+    return mapped(layout, kv_lora_rank=rank, qk_rope_head_dim=rope, num_shards=2)
+
+
+@pytest.fixture(params=[("page_first", 1), ("page_first", 4), ("layer_first", 4)], ids=str)
+def views(request: pytest.FixtureRequest) -> KVViews:
+    """The second of two shards, with pages of one token and of four."""
+    layout, page_size = request.param
+    form = {"page_size": page_size, "num_kv_heads": 2 * HEADS, "head_dim": DIM, "num_shards": 2}
+    return mapped(layout, dtype="float16", **form)
 
 
 LOC = torch.tensor([9, 2, 23, 16])
@@ -100,11 +85,11 @@ def test_a_daemons_pool_is_flat_with_pages_of_one_token_and_else_says_what_it_wo
     assert (pool.head_num, pool.head_dim, pool.v_head_dim) == (HEADS, DIM, DIM)
     assert (pool.layer_num, pool.start_layer, pool.end_layer) == (LAYERS, 0, LAYERS - 1)
     assert (pool.dtype, pool.device) == (torch.float16, torch.device("cpu"))
-    assert pool.is_flat == (views.geometry.page_size == 1)
+    assert pool.is_flat == (views.geometry.page_size == 1 or views.geometry.layout == "layer_first")
     loc = LOC % pool.size
     pool.set_kv_buffer(1, loc, rows(), rows(seed=1))  # float32, and converted
     if pool.is_flat:
-        assert pool.get_key_buffer(1).shape == (PAGES, HEADS, DIM)
+        assert pool.get_key_buffer(1).shape == (pool.size, HEADS, DIM)
         assert torch.equal(pool.get_key_buffer(1)[loc], rows().half())
         assert torch.equal(pool.get_value_buffer(1)[loc], rows(seed=1).half())
     else:
@@ -209,9 +194,9 @@ def test_without_torch_the_import_says_what_to_install(module: str, monkeypatch:
 # -- latents ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [layer_first, page_first])
-def test_a_latent_row_is_written_whole_or_in_its_parts(form: Any) -> None:
-    pool = MLATokenToKVPool(form(k_dim=7, heads=1), kv_lora_rank=5, qk_rope_head_dim=2, start_layer=1)
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_a_latent_row_is_written_whole_or_in_its_parts(layout: str) -> None:
+    pool = MLATokenToKVPool(latents(layout), kv_lora_rank=5, qk_rope_head_dim=2, start_layer=1)
     whole, parts = rows(1, 7), rows(1, 7, seed=1)
     pool.set_kv_buffer(1, LOC, whole, whole[..., :5])
     pool.set_mla_kv_buffer(2, LOC, parts[..., :5], parts[..., 5:])
@@ -219,8 +204,7 @@ def test_a_latent_row_is_written_whole_or_in_its_parts(form: Any) -> None:
         latent, rope = pool.get_mla_kv_buffer(layer, LOC, torch.float64)
         assert torch.equal(torch.cat([latent, rope], 2), wrote.double())
         assert torch.equal(pool.get_key_pages(layer)[LOC // SIZE, LOC % SIZE], wrote)
-    assert not any(pages.any() for pages in pool.views.v)
-    if form is page_first:
+    if layout == "page_first":
         with pytest.raises(ConfigError, match="page_first"):
             pool.get_value_buffer(1)
         return
@@ -231,28 +215,34 @@ def test_a_latent_row_is_written_whole_or_in_its_parts(form: Any) -> None:
     assert value.data_ptr() == key.data_ptr()
 
 
-def test_latents_that_are_not_the_pools_k_are_refused() -> None:
-    for form in (layer_first(k_dim=8, heads=1), layer_first(k_dim=7, heads=2)):
-        with pytest.raises(ConfigError, match="one head of 7") as caught:
-            MLATokenToKVPool(form, 5, 2)
-        assert caught.value.path == "pool.head_dim"
-    pool = MLATokenToKVPool(layer_first(k_dim=7, heads=1), 5, 2)
+def test_latents_that_are_not_the_pools_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one head of 7, and the pool has 1 of 8") as caught:
+        MLATokenToKVPool(latents(rank=6), 5, 2)
+    assert caught.value.path == "pool.kv_lora_rank"
+    with pytest.raises(BadRequest, match=r"holds no kv; it has pool\.k and pool\.v"):
+        MLATokenToKVPool(layer_first(k_dim=7), 5, 2)
+    with pytest.raises(BadRequest, match=r"holds no k; it has pool\.kv"):
+        MHATokenToKVPool(latents())
+    pool = MLATokenToKVPool(latents(), 5, 2)
     for wrong in ((rows(1, 4), rows(1, 3)), (rows(1, 5), rows(1, 2)[:2]), (rows(1, 5), rows(1, 1))):
         with pytest.raises(BadRequest):
             pool.set_mla_kv_buffer(0, LOC, *wrong)
     with pytest.raises(BadRequest):
         pool.set_kv_buffer(0, LOC, rows(1, 5))
-    assert not pool.views.k[0].any()
+    assert not pool.views.kv[0].any()
 
 
-def test_a_daemons_pool_of_one_wide_head_holds_latents(geometry: Geometry) -> None:
-    """Until a pool can be K alone, its V lies idle."""
-    geometry = replace(geometry, num_kv_heads=1, num_shards=1, head_dim=7)
-    pools = DevicePools(geometry)
-    views = KVViews(pools.shards[0].fd, geometry)
-    pool = MLATokenToKVPool(views, 5, 2)
-    pool.set_kv_buffer(0, LOC, rows(1, 7))
-    latent, rope = pool.get_mla_kv_buffer(0, LOC)
-    assert torch.equal(torch.cat([latent, rope], 2), rows(1, 7))
-    views.close()
-    pools.close()
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_eight_bits_are_written_converted_and_read(layout: str, dtype: str) -> None:
+    pool = MHATokenToKVPool(mapped(layout, num_kv_heads=HEADS, head_dim=DIM, v_head_dim=5, dtype=dtype))
+    assert pool.dtype.itemsize == 1
+    pool.set_kv_buffer(1, LOC, rows(), rows(dim=5))
+    for pages, wrote in ((pool.get_key_pages(1), rows()), (pool.get_value_pages(1), rows(dim=5))):
+        found = pages[LOC // SIZE, LOC % SIZE]
+        assert torch.equal(found.view(torch.uint8), wrote.to(pool.dtype).view(torch.uint8))
+    latent = MLATokenToKVPool(mapped(layout, kv_lora_rank=5, qk_rope_head_dim=2, dtype=dtype), 5, 2)
+    latent.set_mla_kv_buffer(0, LOC, rows(1, 5), rows(1, 2))
+    found, rope = latent.get_mla_kv_buffer(0, LOC, torch.float32)
+    assert torch.equal(found, rows(1, 5).to(latent.dtype).float())
+    assert torch.equal(rope, rows(1, 2).to(latent.dtype).float())

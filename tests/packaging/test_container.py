@@ -197,9 +197,9 @@ def mebibytes(container: dict[str, Any]) -> float:
 
 
 def host_mib(asked: config.Config) -> float:
-    from sglcache.server.rank import geometry
+    from sglcache.memory.geometry import Geometry
 
-    return geometry(asked).host_pool_bytes / 2**20
+    return Geometry.of(asked).host_pool_bytes / 2**20
 
 
 def test_a_test_daemon_binds_to_loopback_alone() -> None:

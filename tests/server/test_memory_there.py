@@ -6,12 +6,12 @@ from pathlib import Path
 
 from sglcache.config import load
 from sglcache.memory.geometry import Geometry
-from sglcache.server import rank, room
+from sglcache.server import room
 
 
 def of_example() -> list[Geometry]:
     config = load(Path(__file__).parents[2] / "configs" / "dp2-pp2.toml")
-    return [rank.geometry(config.for_stage(pp_rank)) for _, pp_rank in config.parallel.local()]
+    return [Geometry.of(config.for_stage(pp_rank)) for _, pp_rank in config.parallel.local()]
 
 
 def test_all_pools_of_all_ranks_count() -> None:

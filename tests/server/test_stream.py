@@ -24,7 +24,7 @@ RING = 1 << 16  # the smallest there is
 
 @pytest.fixture(scope="module")
 def small_ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), events={"ring_bytes": RING}) as daemon:
+    with Daemon(tmp_path_factory.mktemp("daemon"), events={"ring_size": f"{RING} B"}) as daemon:
         yield daemon
 
 

@@ -44,7 +44,7 @@ def exact(daemon: Daemon, mirror: Mirror) -> bool:
 def test_a_stuck_publisher_delays_nobody_and_what_is_lost_is_counted_shown_and_healed(tmp_path: Path) -> None:
     """A05: elsewhere a full queue blocks the engine for ever, and shutdown fails, too."""
     flag = tmp_path / "stuck"
-    events = {"ring_bytes": 1 << 16}
+    events = {"ring_size": "64 KiB"}
     daemon = Daemon(tmp_path / "daemon", events=events, prelude=STUCK.format(path=str(flag)))
     client = daemon.client()
     stream = daemon.status()["stream"]
@@ -96,7 +96,7 @@ def answer(sock: zmq.Socket[bytes]) -> list[list[bytes]]:
 def test_replay_is_the_live_frames_again_whoever_asks(tmp_path: Path, dealers: Any) -> None:
     """A06: topic, number and payload as they were live, one end, and an answer to whatever is asked."""
     with (
-        Daemon(tmp_path, events={"topic": TOPIC, "ring_bytes": 1 << 16, "heartbeat_s": 60.0}) as daemon,
+        Daemon(tmp_path, events={"topic": TOPIC, "ring_size": "64 KiB", "heartbeat_s": 60.0}) as daemon,
         daemon.client() as client,
     ):
         stream = daemon.status()["stream"]

@@ -74,7 +74,11 @@ class PagedModel:
         check_geometry(model.config, str(model.dtype).removeprefix("torch."), member)
         if not (model._supports_sdpa and model._supports_attention_backend):
             raise ConfigError(f"{type(model).__name__} attends in a way of its own; only torch's attention reads pages")
-        self._layers = PagedLayers(member.pool.k, member.pool.v)
+        pool, rank = member.pool, member.geometry.kv_lora_rank
+        if rank:  # what such a model calls K is the latent, and its V the rotated key behind it
+            self._layers = PagedLayers([kv[..., :rank] for kv in pool.kv], [kv[..., rank:] for kv in pool.kv])
+        else:
+            self._layers = PagedLayers(pool.k, pool.v)
         if model.device != self._layers.device:
             raise ConfigError(f"the model is on {model.device} and the daemon's pages are on {self._layers.device}")
         AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -111,26 +115,37 @@ class PagedLayers:
     """
 
     def __init__(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        """`k` and `v`: per layer [num_pages, page_size, heads, dim], of the same strides; dim is contiguous."""
+        """`k` and `v`: per layer [num_pages, page_size, heads, dim], each dim its own and contiguous."""
         self.num_layers = len(k)
-        self.num_pages, self.page_size, self.heads, self.dim = k[0].shape
+        self.num_pages, self.page_size, self.heads, _ = k[0].shape
+        self.dims = (k[0].shape[3], v[0].shape[3])
         self.dtype, self.device = k[0].dtype, k[0].device
-        *strides, _ = k[0].stride()
-        unit = math.gcd(*strides)
-        self._steps = [stride // unit for stride in strides]  # in rows, from page to page, token to token, head to head
-        num_rows = 1 + sum(step * (size - 1) for step, size in zip(self._steps, k[0].shape, strict=False))
+        # In rows, from page to page, token to token, head to head; K's and V's.
+        self._steps = [_steps(planes[0]) for planes in (k, v)]
+        self.are_alike = self._steps[0] == self._steps[1]
         # Inference mode would make views that can't be written outside it.
         with torch.inference_mode(False):
             self.pages = tuple(zip(k, v, strict=True))
-            self.rows = tuple(
-                tuple(plane.as_strided((num_rows, self.dim), (unit, 1)) for plane in planes) for planes in self.pages
-            )
+            self.rows = tuple(tuple(map(_as_rows, planes)) for planes in self.pages)
 
-    def index(self, table: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-        """The rows [heads, length] of a request's tokens, by its page table."""
-        page, token, head = self._steps
+    def index(self, table: npt.NDArray[np.int64], length: int, plane: int = 0) -> npt.NDArray[np.int64]:
+        """The rows [heads, length] of a request's tokens, by its page table; K's, or V's (1), if not alike."""
+        page, token, head = self._steps[plane]
         first = (table[:, None] * page + np.arange(self.page_size) * token).reshape(-1)[:length]
         return first + (np.arange(self.heads) * head)[:, None]
+
+
+def _steps(plane: Tensor) -> list[int]:
+    *strides, _ = plane.stride()
+    unit = math.gcd(*strides)
+    return [stride // unit for stride in strides]
+
+
+def _as_rows(plane: Tensor) -> Tensor:
+    """[num_rows, dim], the rows a unit of the strides apart: what lies between heads is never named."""
+    *strides, _ = plane.stride()
+    num_rows = 1 + sum(step * (size - 1) for step, size in zip(_steps(plane), plane.shape, strict=False))
+    return plane.as_strided((num_rows, plane.shape[3]), (math.gcd(*strides), 1))
 
 
 class _Span(NamedTuple):
@@ -151,14 +166,16 @@ class PagedBatch:
         self._wait = wait
         self._loads = [part.load for part in parts if part.load is not None]
         self.spans: list[_Span] = []
-        new, pages, index, asked, rows, total = [], [], [], [], 0, 0
+        new, pages, asked, rows, total = [], [], [], 0, 0
+        index: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(1 if layers.are_alike else 2)]
         for part in parts:
             count = len(part.tokens) // 4
             length = part.start + count
             table = np.frombuffer(part.slots, "<i4")[: -(-length // layers.page_size)].astype(np.int64)
             new.append(np.arange(part.start, length))
             pages.append(table[new[-1] // layers.page_size])
-            index.append(layers.index(table, length))
+            for plane, parts_of in enumerate(index):
+                parts_of.append(layers.index(table, length, plane))
             mask = None
             if part.start and count > 1:
                 mask = torch.arange(length, device=layers.device) <= self._tensor(new[-1])[:, None]
@@ -174,7 +191,9 @@ class PagedBatch:
         self.asked = self._tensor(np.array(asked, np.int64))  # rows whose logits are wanted
         self._pages = self._tensor(np.concatenate(pages))  # int64 [rows]
         self._offsets = self.positions % layers.page_size
-        self._index = self._tensor(np.concatenate(index, axis=1).reshape(-1))  # int64 [heads * total]
+        # int64 [heads * total], K's and V's
+        found = [self._tensor(np.concatenate(parts_of, axis=1).reshape(-1)) for parts_of in index]
+        self._k_index, self._v_index = found[0], found[-1]
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._layers.device)
@@ -186,23 +205,24 @@ class PagedBatch:
         """
         layers = self._layers
         if not layer < layers.num_layers or any(
-            part.shape[1] != layers.heads or part.shape[3] > layers.dim or part.dtype != layers.dtype for part in (k, v)
+            part.shape[1] != layers.heads or part.shape[3] != dim or part.dtype != layers.dtype
+            for part, dim in zip((k, v), layers.dims, strict=True)
         ):
             raise ConfigError(
                 f"layer {layer} caches {k.shape[1]} heads of {k.shape[3]} and {v.shape[3]} in {k.dtype}, and the pages "
-                f"hold {layers.heads} of {layers.dim} in {layers.dtype}, in {layers.num_layers} layers"
+                f"hold {layers.heads} of {layers.dims[0]} and {layers.dims[1]} in {layers.dtype}, in "
+                f"{layers.num_layers} layers"
             )
         for pages, part in zip(layers.pages[layer], (k, v), strict=True):
-            pages[self._pages, self._offsets, :, : part.shape[3]] = part[0].transpose(0, 1)
+            pages[self._pages, self._offsets] = part[0].transpose(0, 1)
         for load in self._loads:
             self._wait(load, layer)
         k_rows, v_rows = layers.rows[layer]
-        return self._gather(k_rows, k.shape[3]), self._gather(v_rows, v.shape[3])
+        return self._gather(k_rows, self._k_index), self._gather(v_rows, self._v_index)
 
-    def _gather(self, rows: Tensor, width: int) -> Tensor:
+    def _gather(self, rows: Tensor, index: Tensor) -> Tensor:
         # The one copy, which a kernel that reads page tables would save.
-        found = rows[:, :width].index_select(0, self._index)
-        return found.view(1, self._layers.heads, -1, width)
+        return rows.index_select(0, index).view(1, self._layers.heads, -1, rows.shape[1])
 
 
 def paged_attention(
