@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sglcache.core.key import Namespace
 from sglcache.errors import SglcacheError
 from sglcache.units import LeaseId, Seq, SessionId, TicketId, Tier
 
@@ -22,6 +23,44 @@ class Copy(NamedTuple):
     src_slots: bytes  # int32 [n]
     dst_slots: bytes  # int32 [n]
     lease: LeaseId | None  # the lease whose host hit is loaded; None for a write-through
+
+
+class Run(NamedTuple):
+    """Neighbouring pages of one namespace, as L3 knows them."""
+
+    namespace: Namespace
+    before: bytes | None  # digest of the page before the first; None: the first is the first of its namespace
+    digests: bytes  # joined
+    tokens: bytes  # uint32 of all pages; with bigram keys one more token behind (see `Keys`)
+
+
+class Store(NamedTuple):
+    """Put host pages into L3, from their slots; then call `Index.stored`."""
+
+    ticket: TicketId
+    run: Run
+    slots: bytes  # int32 [n], of the host pool
+
+
+class Probe(NamedTuple):
+    """Find out how many leading pages L3 has; then call `Index.probed`."""
+
+    ticket: TicketId
+    run: Run
+
+
+class Fetch(NamedTuple):
+    """Read pages out of L3 into host slots; then, when no byte of it moves any more, call `Index.fetched`."""
+
+    ticket: TicketId
+    run: Run
+    slots: bytes  # int32 [n], of the host pool
+
+
+class Cancel(NamedTuple):
+    """Let a probe or a fetch end soon: nobody waits for it."""
+
+    ticket: TicketId
 
 
 class Publish(NamedTuple):
@@ -79,12 +118,22 @@ class Released(NamedTuple):
     lease: LeaseId
 
 
+class Prefetched(NamedTuple):
+    """The answer to prefetch, given when what L3 has is on the host, or will not be."""
+
+    matched_tokens: int  # that a match would find now
+    fetched_tokens: int  # of them, those that came from L3
+
+
+Result = Grant | Extended | Committed | Released | Prefetched | SglcacheError
+
+
 class Wake(NamedTuple):
     """Answer the request `request` of the session: it waited for an event, a copy or room."""
 
     session: SessionId
     request: int
-    result: Grant | Extended | Committed | Released | SglcacheError
+    result: Result
 
 
-Effect = Copy | Publish | Wake
+Effect = Copy | Publish | Wake | Store | Probe | Fetch | Cancel

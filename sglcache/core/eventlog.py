@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglcache.core import encoding
+from sglcache.core import encoding, hashing
 from sglcache.core.effects import Publish
 from sglcache.core.encoding import NO_EXTRAS, NO_TOKENS, PLAIN, Extras, Format
 from sglcache.core.hashing import Hasher
-from sglcache.core.key import Keys
+from sglcache.core.key import Keys, Namespace
 from sglcache.units import Seq, Tier
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ class Chain:
 
     __slots__ = ("before", "digests", "nodes", "parts", "tokens")
 
-    def __init__(self, tokens: bytes, before: bytes | Pending, node: Node) -> None:
+    def __init__(self, tokens: bytes, before: bytes | Pending, *nodes: Node) -> None:
         self.tokens = tokens
         self.before: bytes | Pending = before
-        self.nodes: list[Node] = [node]  # whose `hashes` point here; a split adds to it
+        self.nodes = list(nodes)  # whose `hashes` point here; a split adds to it
         self.parts: list[bytes] = []  # what earlier slices have made
         self.digests: bytes | None = None
 
@@ -105,6 +105,13 @@ class _Removed(NamedTuple):
     stop: int | None = None
 
 
+class _Named(NamedTuple):
+    """Digests that somebody waits for, or that others build on; nothing is told of them."""
+
+    hashes: Hashes
+    whose: object
+
+
 class Run:
     """Neighbouring records that become one event."""
 
@@ -158,7 +165,9 @@ class EventLog:
         rank: int,
         max_blocks: int,
         slice: int,
+        quiet: bool = False,
     ) -> None:
+        """`quiet`: nothing is told, and the digests are for others."""
         self.hasher = hasher
         self.keys = keys
         self.next_seq = first_seq
@@ -169,20 +178,23 @@ class EventLog:
         self.slice = slice  # in units of about 0.1 µs
         self.page_weight = keys.page_bytes * token_cost  # bytes of plain tokens that take as long to be told of
         self.encoding = encoding.encoding(format.encoding, keys.page_size)
-        self.tallies = {tier: Tally() for tier in (Tier.DEVICE, Tier.HOST)}
+        # Of the tiers that we own: what EXTERNAL has is a hint.
+        self.tallies = {tier: Tally() for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
         self._withhold = format.withhold_tokens
         self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
         self.published: list[Publish] = []
+        self.named: list[tuple[object, bytes]] = []  # who asked by `name` or `wanted`, and the digests
         self.num_full_cuts = 0  # that left nothing queued
         self.removals = 0  # queued; while there are any, no page may be handed on
-        self._records: deque[_Stored | _Removed | None] = deque()  # None: all cleared
+        self._records: deque[_Stored | _Removed | _Named | None] = deque()  # None: all cleared
         self._packed: tuple[list[bytes], list[bytes], bytes, bytes] = ([], [], b"", b"")
         # the batch in the making
         self._events: list[bytes] = []  # in pieces
         self._num_events = 0
         self._blocks = 0
         self._run: Run | None = None
-        self.cleared()  # a life begins so
+        if not quiet:
+            self.cleared()  # a life begins so
 
     def cost(self, num_blocks: int) -> int:
         """Of so many blocks' hashes and tokens in an event, in the units of `slice`."""
@@ -194,18 +206,55 @@ class EventLog:
         parent, extras = node.parent, node.space.extras
         assert parent is not None
         assert extras is not None, f"{node} is not to be told of"
-        hashes = node.hashes
-        if hashes is None:  # new to the tree
-            before = parent.hashes
-            if before is None:
-                before = node.space.seed
-            elif isinstance(before, bytes):
-                before = before[-self.hasher.size :]
-            chain = Chain(node.key, before, node)
-            hashes = node.hashes = Pending(chain, 0, node.num_bytes // self.keys.page_bytes)
+        hashes = node.hashes or self._promise(node)
         if session_id is not None:
             extras = extras._replace(session_id=session_id)
         self._records.append(_Stored(tier, node.key, hashes, parent.hashes, extras))
+
+    def _promise(self, node: Node) -> Hashes:
+        """Of the pages of a node that has no digests; the node above it has them, or the promise."""
+        parent = node.parent
+        assert parent is not None
+        chain = Chain(node.key, self._behind(parent), node)
+        hashes = node.hashes = Pending(chain, 0, node.num_bytes // self.keys.page_bytes)
+        return hashes
+
+    def _behind(self, node: Node) -> bytes | Pending:
+        """What the digest of a page that follows a node's last one builds on."""
+        before = node.hashes
+        if before is None:
+            return node.space.seed
+        return before[-self.hasher.size :] if isinstance(before, bytes) else before
+
+    def name(self, node: Node, whose: object) -> None:
+        """Have the digests of a node's pages, and of all above them: `named` has them after a cut, for `whose`."""
+        path: list[Node] = []
+        up = node
+        while up.hashes is None and up.parent is not None:
+            path.append(up)
+            up = up.parent
+        for each in reversed(path):
+            self._records.append(_Named(self._promise(each), None))
+        assert node.hashes is not None
+        self._records.append(_Named(node.hashes, whose))
+
+    def wanted(self, node: Node | None, namespace: Namespace, tokens: bytes, whose: object) -> None:
+        """Have the digests of pages that would follow those of a node, or of a root: `named` has them after a cut."""
+        before: bytes | Pending = hashing.seed(namespace)
+        if node is not None:
+            if node.hashes is None:
+                self.name(node, None)
+            before = self._behind(node)
+        num_pages = (len(tokens) - self.keys.over) // self.keys.page_bytes
+        self._records.append(_Named(Pending(Chain(tokens, before), 0, num_pages), whose))
+
+    def run_stored(self, tier: Tier, tokens: bytes, digests: bytes, before: bytes | None, extras: Extras) -> None:
+        """As `stored`, of pages that have no node."""
+        self._records.append(_Stored(tier, tokens, digests, before, extras))
+
+    def run_removed(self, tier: Tier, digests: bytes) -> None:
+        self._records.append(_Removed(tier, digests))
+        self.removals += 1
 
     def removed(self, node: Node, tier: Tier) -> None:
         hashes = node.hashes
@@ -259,6 +308,11 @@ class EventLog:
                     budget -= cost * chain.resolve(self.hasher, keys, max(1, budget // cost))
                 digests = chain.digests[hashes.start * size : hashes.stop * size]
             records.popleft()
+            if isinstance(record, _Named):
+                budget -= RECORD_COST
+                if record.whose is not None:
+                    self.named.append((record.whose, digests))
+                continue
             start, stop = record.start, record.stop or len(digests) // size
             before = digests[(start - 1) * size : start * size] if start else b""
             if stop - start > self.max_blocks:
@@ -309,7 +363,8 @@ class EventLog:
         size, keys = self.hasher.size, self.keys
         count = len(digests) // size
         start = 0
-        self.tallies[tier].add(digests, size, 1 if stored else -1)
+        if tier in self.tallies:
+            self.tallies[tier].add(digests, size, 1 if stored else -1)
         while start < count:
             run = self._run
             room = self.max_blocks - self._blocks - (run.num_blocks if run else 0)

@@ -10,17 +10,31 @@ Presence of a page in a tier changes in `change` and nowhere else, and `change` 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglcache.core import hashing
-from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
+from sglcache.core.effects import (
+    Committed,
+    Copy,
+    Effect,
+    Extended,
+    Grant,
+    Prefetched,
+    Publish,
+    Released,
+    Result,
+    Run,
+    Wake,
+)
 from sglcache.core.encoding import PLAIN, Extras, Format
 from sglcache.core.eventlog import EventLog
 from sglcache.core.eviction import LRU, Policy
 from sglcache.core.key import ROOT, TOKEN_BYTES, Keys, Namespace
+from sglcache.core.l3 import FOR_EVER, L3, L3Config, Waiter
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
 from sglcache.core.resources import Full
 from sglcache.core.slots import SLOT_BYTES, SlotPool
@@ -66,6 +80,7 @@ class IndexConfig:
     write_policy: WritePolicy = WRITE_THROUGH  # what is copied to the host, and when
     load_back_threshold: int = 0  # tokens: a host hit of fewer is computed again
     load_back_quota: int = 0  # pages that may be on their way from the host at once; 0: as many as there are
+    l3: L3Config | None = None  # below the host; it needs one
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -163,6 +178,13 @@ COUNTERS = (
     "load_pages",
     "loads_failed",
     "loads_declined",
+    "l3_store_pages",
+    "l3_stores_failed",
+    "l3_pages_skipped",
+    "prefetches",
+    "prefetches_declined",
+    "prefetch_pages",
+    "prefetched_pages",
     "refused",
     "unpublished_pages",
     "sessions_ended",
@@ -187,8 +209,9 @@ class Index:
         self.tree = Tree(self.keys, list(self.resources), self.pools, policies, hits=write_policy.selective)
         self.orders = self.tree.orders
         self._by_use = self.tree.facts.by_use
+        self.telling = config.events
         self.log: EventLog | None = None
-        if config.events:
+        if config.events or config.l3 is not None:
             self.log = EventLog(
                 self.hasher,
                 self.keys,
@@ -197,7 +220,9 @@ class Index:
                 rank=config.rank,
                 max_blocks=config.max_batch_blocks,
                 slice=config.cut_slice,
+                quiet=not config.events,
             )
+        self.l3: L3 | None = None if config.l3 is None else L3(self, config.l3)
         self.version = 0  # rises with every change of presence
         self._moves = 0  # rises with everything else that a proof looks at
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -216,6 +241,7 @@ class Index:
         self._ts = 0.0
         self._known_by: dict[Extras, Space] = {}  # what routers know a namespace by, and the one that has it
         self._announcement: Snapshot | None = None
+        self._telling_again: Iterator[None] | None = None
 
     # -- sessions -----------------------------------------------------------------------------------------
 
@@ -239,15 +265,15 @@ class Index:
         error = SessionEnded("the session ended: a member died or left; close this client and attach anew")
         for waiting in [w for w in self._waiting if w.session is s]:
             self._leave_queue(waiting)
-            self._wake(s, waiting.request, error)
+            self.wake(s, waiting.request, error)
             if waiting.lease is not None:
                 self._give_back(waiting.lease, used=False)
         for lease in s.leases.values():
             if lease.cancelling is not None:
-                self._wake(s, lease.cancelling, error)
+                self.wake(s, lease.cancelling, error)
         for op in s.queue:
             if op.request is not None:
-                self._wake(s, op.request, error)
+                self.wake(s, op.request, error)
                 op.request = None
         s.queue = deque(op for op in s.queue if op.release)
         for owner in list(s.pins):
@@ -258,6 +284,8 @@ class Index:
             pool.leased -= own
             pool.fenced += own
         self._settle(s)
+        if self.l3 is not None:
+            self.l3.session_ended(s)
 
     def shard_gone(self, session: SessionId, shard: int) -> None:
         """No use of that shard's pages by this session is left: the kernel says so, or its last event. Idempotent."""
@@ -298,6 +326,7 @@ class Index:
         room: int | None = None,
         session_id: str | None = None,
         priority: int = 0,
+        fetch: float | None = None,
     ) -> Grant | None:
         """Match, pin, evict, allocate: one command (law 7).
 
@@ -309,6 +338,9 @@ class Index:
         None: it takes more than one slice of eviction, or the end of write-throughs that alone lock what is needed;
         `step` goes on with it and `Wake` brings the answer. `NoSpace` if locks leave too little. Of an error, nothing
         is changed. `priority` is for the policy of that name: what a request of a higher one has used is kept longer.
+
+        `fetch`: have what L3 has of the rest brought to the host first, and wait for that until then, on the caller's
+        clock (inf: to its end; 0: not at all, it comes for others). None too, while it waits; then `Wake`.
         """
         s = self._session(session)
         length = len(tokens)
@@ -351,6 +383,25 @@ class Index:
             matched_bytes += at
             if partial.cells[DEVICE] is not None:
                 device_bytes += at
+        rest = None
+        if fetch is not None and self.l3 is not None and exact is None:
+            if self.l3.worth_it((end - matched_bytes) // page_bytes):
+                rest = path.copy(), partial, at, tokens[matched_bytes : end + over]
+            if rest is not None and fetch > 0:
+                again = functools.partial(
+                    self.acquire,
+                    session,
+                    request,
+                    tokens,
+                    namespace,
+                    limit=limit,
+                    reserve=reserve,
+                    room=room,
+                    session_id=session_id,
+                    priority=priority,
+                )
+                self._fetch_rest(namespace, *rest, Waiter(s, request, fetch, again))
+                return None
         if matched_bytes != device_bytes and not self._worth_loading((matched_bytes - device_bytes) // page_bytes):
             del path[on_device:]
             if partial is not None and partial.cells[DEVICE] is None:
@@ -369,11 +420,17 @@ class Index:
         crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
         if crowded:
             self._refuse(num_fresh, path, partial, at)
+        head = None
         if partial is not None:
             head = self.tree.split(partial, at)
             path.append(head)
             if head.cells[DEVICE] is not None:
                 on_device = len(path)
+        if rest is not None:
+            there, short, cut, wanted = rest
+            if head is not None:
+                there, short = path.copy(), None
+            self._fetch_rest(namespace, there, short, cut, wanted, None)
         counters = self.counters
         counters["requests"] += 1
         counters["request_tokens"] += length // TOKEN_BYTES
@@ -391,7 +448,7 @@ class Index:
                 lease.node = path[on_device - 1]
                 self.orders[DEVICE].pin(lease.node)
             if len(self.pools) > HOST:
-                lease.host_node = self._host_end(path)
+                lease.host_node = self.host_end(path)
                 self.orders[HOST].pin(lease.host_node)
         lease.committed = lease.reported = device_bytes // page_bytes
         if crowded and (self._waiting or not self._make_room(num_fresh)):
@@ -479,7 +536,7 @@ class Index:
         if discard:
             for op in s.queue:
                 if op.lease is held and op.request is not None:
-                    self._wake(s, op.request, Changed("the lease was discarded before this commit took effect"))
+                    self.wake(s, op.request, Changed("the lease was discarded before this commit took effect"))
                     op.lease = op.request = None
         s.queue.append(Operation(request, held, ticket, seen, 0, release=True))
         self._pump(s)
@@ -500,6 +557,68 @@ class Index:
             return False
         self._give_back(held, used=False)
         return True
+
+    def prefetch(
+        self, session: SessionId, request: int, tokens: bytes, namespace: Namespace = ROOT, until: float = FOR_EVER
+    ) -> Prefetched | None:
+        """Bring to the host what L3 has of `tokens` behind what is cached. None: it is looked for; then `Wake`, when it
+        is there, or will not be, or at `until`, on the caller's clock: then what is under way goes on."""
+        s = self._session(session)
+        if len(tokens) % TOKEN_BYTES:
+            raise BadRequest(f"packed tokens are uint32: {len(tokens)} bytes is no multiple of 4")
+        had = self._reach(tokens, namespace)
+        if self.l3 is None or not self.l3.worth_it((self.keys.whole(len(tokens)) - had) // self.page_bytes):
+            return Prefetched(had // TOKEN_BYTES, 0)
+        space = self.tree.spaces.get(namespace)
+        path: list[Node] = []
+        partial, at = None, 0
+        if space is not None:
+            path, partial, at = self._match(space.root, tokens, self.keys.whole(len(tokens)))
+        rest = tokens[had : self.keys.whole(len(tokens)) + self.keys.over]
+
+        def tell() -> Prefetched:
+            has = self._reach(tokens, namespace)
+            return Prefetched(has // TOKEN_BYTES, max(0, has - had) // TOKEN_BYTES)
+
+        self._fetch_rest(namespace, path, partial, at, rest, Waiter(s, request, until, tell))
+        self.l3.prefetches[-1].kept = True
+        return None
+
+    def _reach(self, tokens: bytes, namespace: Namespace) -> int:
+        """Bytes of a sequence that are cached in some tier of the tree."""
+        space = self.tree.spaces.get(namespace)
+        if space is None:
+            return 0
+        path, partial, at = self._match(space.root, tokens, self.keys.whole(len(tokens)))
+        return sum(node.num_bytes for node in path) + (at if partial is not None else 0)
+
+    # -- L3: what its effects lead to ------------------------------------------------------------------------
+
+    def stored(self, ticket: TicketId, mask: bytes, removed: bytes = b"") -> None:
+        """A `Store` is over. `mask`: a byte a page, 1: L3 has it now. `removed`: digests, joined, that an exact L3
+        no longer holds, in order. An unknown ticket is no error; likewise below."""
+        assert self.l3 is not None
+        self.l3.stored(ticket, mask, removed)
+
+    def probed(self, ticket: TicketId, num_pages: int) -> None:
+        """A `Probe` is over: L3 has so many leading pages."""
+        assert self.l3 is not None
+        self.l3.probed(ticket, num_pages)
+
+    def fetched(self, ticket: TicketId, num_pages: int, removed: bytes = b"") -> None:
+        """A `Fetch` is over, and nothing of it moves any more: so many leading pages are right in their slots."""
+        assert self.l3 is not None
+        self.l3.fetched(ticket, num_pages, removed)
+
+    def l3_found(self, runs: list[Run]) -> None:
+        """What an exact L3 held already, parents first, in pieces."""
+        assert self.l3 is not None
+        self.l3.found(runs)
+
+    def l3_removed(self, digests: bytes) -> None:
+        """What an exact L3 no longer holds, by no doing of an effect."""
+        assert self.l3 is not None
+        self.l3.removed(digests)
 
     # -- looking, pinning, clearing -------------------------------------------------------------------------
 
@@ -538,7 +657,7 @@ class Index:
         if not path:
             return 0
         device = next((node for node in reversed(path) if node.cells[DEVICE] is not None), None)
-        nodes = (device,) if len(self.pools) == 1 else (device, self._host_end(path))
+        nodes = (device,) if len(self.pools) == 1 else (device, self.host_end(path))
         self._moves += 1
         for c, node in enumerate(nodes):
             self.orders[c].pin(node)
@@ -552,7 +671,9 @@ class Index:
         return 0 if s is None else self._unpin(s, owner)
 
     def expire(self, now: float) -> int:
-        """Let go of every pin whose time is over, on the clock that `pin` was given; how many."""
+        """Let go of every pin whose time is over, and have whoever waited for L3 so long go on; how many.
+
+        `now` is on the clock that `pin` and `acquire` were given."""
         count = 0
         for s in self.sessions.values():
             for owner, pins in list(s.pins.items()):
@@ -563,12 +684,16 @@ class Index:
                     if not s.pins[owner]:
                         del s.pins[owner]
                     self._let_go(over)
+        if self.l3 is not None:
+            count += self.l3.expire(now)
         return count
 
     @property
     def next_expiry(self) -> float | None:
-        every = (pin for s in self.sessions.values() for pins in s.pins.values() for pin in pins)
-        return min((pin.expires_at for pin in every), default=None)
+        every = [pin.expires_at for s in self.sessions.values() for pins in s.pins.values() for pin in pins]
+        if self.l3 is not None and (deadline := self.l3.next_deadline) is not None:
+            every.append(deadline)
+        return min(every, default=None)
 
     def clear(self, tier: Tier | None = None) -> dict[Tier, int]:
         """Drop every cached page of a tier, or of all (then AllBlocksCleared); the pages of each.
@@ -578,12 +703,13 @@ class Index:
         """
         fenced = sum(pool.fenced for pool in self.pools)
         pinned = self._pinned_pages()
-        if self.leases or self.writes or self.loads or pinned or fenced:
+        copies = len(self.writes) + len(self.loads) + (self.l3.num_busy if self.l3 is not None else 0)
+        if self.leases or copies or pinned or fenced:
             raise Busy(
-                f"not cleared: {len(self.leases)} leases, {len(self.writes) + len(self.loads)} copies in flight, "
+                f"not cleared: {len(self.leases)} leases, {copies} copies in flight, "
                 f"{pinned} pinned and {fenced} fenced pages hold it; release them and clear again",
                 leases=len(self.leases),
-                copies=len(self.writes) + len(self.loads),
+                copies=copies,
                 pinned_pages=pinned,
                 fenced_pages=fenced,
                 locked_pages={Tier(c).name: pool.locked for c, pool in enumerate(self.pools)},
@@ -604,8 +730,10 @@ class Index:
         self.backups.forget()
         self._clearing.clear()
         self.version += 1
-        if self.log is not None:
+        if self.log is not None and self.telling:
             self.log.cleared()
+            if self.l3 is not None and self.l3.config.tell:
+                self._telling_again = self.l3.tell_again()  # it holds what it held
         return cleared
 
     # -- copies -----------------------------------------------------------------------------------------------
@@ -632,6 +760,9 @@ class Index:
             self._serve_waiting()
         elif self.backups.due:
             self.backups.retry()
+        elif self._telling_again is not None:
+            if next(self._telling_again, self) is self:
+                self._telling_again = None
         elif self._clearing:
             self._clear_slice()
         elif self._graves:
@@ -642,14 +773,19 @@ class Index:
     def busy(self) -> bool:
         """Whether `step` would get on: not with who waits for room where it depends on a copy that is under way."""
         waits = self._waiting and self._stuck != self.revision
-        return bool(waits or self.backups.due or self._clearing or self._graves)
+        return bool(waits or self.backups.due or self._telling_again is not None or self._clearing or self._graves)
 
     def cut(self, ts: float, heartbeat: bool = False) -> bool:
         """Put what is queued on the stream, numbered, stamped `ts` (unix seconds); False: a slice was used up."""
         self._ts = ts
         if self.log is None:
             return True
-        done = self.log.cut(ts, heartbeat=heartbeat)
+        done = self.log.cut(ts, heartbeat=heartbeat and self.telling)
+        if self.log.named:
+            assert self.l3 is not None
+            named, self.log.named = self.log.named, []
+            for whose, digests in named:
+                self.l3.named(whose, digests)
         self.held = self.log.removals > 0
         return done
 
@@ -710,8 +846,8 @@ class Index:
             len(self.sessions),
             len(self.leases),
             sum(lease.session.ended for lease in self.leases.values()),
-            len(self._waiting),
-            len(self.writes) + len(self.loads),
+            len(self._waiting) + (self.l3.num_waiting if self.l3 is not None else 0),
+            len(self.writes) + len(self.loads) + (self.l3.num_busy if self.l3 is not None else 0),
             self._pinned_pages(),
             {**self.counters, **more},
         )
@@ -719,7 +855,8 @@ class Index:
     def snapshot(self) -> Snapshot:
         """What is cached and published, as frames, over an index that goes on changing. Close it."""
         assert self.log is not None, "there is no stream to tell it on"
-        return Snapshot(self.log, self.tree)
+        told = self.l3 if self.l3 is not None and self.l3.config.tell and self.l3.config.exact else None
+        return Snapshot(self.log, self.tree, told)
 
     def announce(self) -> bool:
         """Tell all of it on the stream, anew and under fresh numbers: AllBlocksCleared, then what is cached.
@@ -747,7 +884,7 @@ class Index:
     @property
     def announcing(self) -> bool:
         """A reader of the stream has only part of what is cached until this is over."""
-        return self._announcement is not None
+        return self._announcement is not None or self._telling_again is not None
 
     @property
     def announcement_waits(self) -> bool:
@@ -756,9 +893,12 @@ class Index:
 
     def digest(self) -> dict[Tier, tuple[int, int]]:
         """By tier, what who has read all batches before `next_seq` must have: blocks, the sum of hashes mod 2**64."""
-        if self.log is None:
+        if self.log is None or not self.telling:
             return {}
-        return {Tier(c): (t.count, t.total) for c in range(len(self.pools)) for t in [self.log.tallies[Tier(c)]]}
+        tiers = [Tier(c) for c in range(len(self.pools))]
+        if self.l3 is not None and self.l3.config.tell and self.l3.config.exact:
+            tiers.append(Tier.DISK)
+        return {tier: (tally.count, tally.total) for tier in tiers for tally in [self.log.tallies[tier]]}
 
     def walk(self, max_nodes: int = 2000) -> Iterator[list[DumpedNode]]:
         """Every node that is published, parents first, `max_nodes` at a time; the caller watches `version`.
@@ -814,6 +954,21 @@ class Index:
             break
         return path, None, 0
 
+    def _fetch_rest(
+        self,
+        namespace: Namespace,
+        path: list[Node],
+        partial: Node | None,
+        at: int,
+        tokens: bytes,
+        waiter: Waiter | None,
+    ) -> None:
+        """Have L3 asked for the pages of `tokens`, behind what matched."""
+        assert self.l3 is not None
+        if partial is not None:
+            path.append(self.tree.split(partial, at))
+        self.l3.want(namespace, path, tokens, waiter)
+
     def _worth_loading(self, num_pages: int, now: bool = True) -> bool:
         """Whether a host hit of so many pages is to be loaded, as far as its size says, and `now` is none too many."""
         config = self.config
@@ -825,7 +980,7 @@ class Index:
         self.counters["loads_declined"] += 1
         return False
 
-    def _host_end(self, path: list[Node]) -> Node | None:
+    def host_end(self, path: list[Node]) -> Node | None:
         """The deepest node of a path whose bytes are on the host."""
         bit = 1 << HOST
         for node in reversed(path):
@@ -1024,7 +1179,7 @@ class Index:
             if waiting.num_fresh <= room:
                 return True
             self._leave_queue(waiting)
-            self._wake(waiting.session, waiting.request, self._no_space(waiting.num_fresh, locked, remedy))
+            self.wake(waiting.session, waiting.request, self._no_space(waiting.num_fresh, locked, remedy))
             self._give_back(lease, used=False)
             return False
         for growth in waiting.growths:
@@ -1045,16 +1200,16 @@ class Index:
         self._stuck = None
         if not any(isinstance(each, _Growth) for each in waiting.growths):
             self._leave_queue(waiting)
-            self._wake(waiting.session, waiting.request, self._extended(waiting.growths))
+            self.wake(waiting.session, waiting.request, self._extended(waiting.growths))
 
     def _served(self, waiting: _Waiting) -> None:
         """There is room, and it has left the queue: its answer."""
         lease, end = waiting.lease, waiting.end
         if lease is None:
-            self._wake(waiting.session, waiting.request, self._extended(waiting.growths))
+            self.wake(waiting.session, waiting.request, self._extended(waiting.growths))
             return
         grant = self._grant(lease, waiting.num_fresh, *self._path(lease, end))
-        self._wake(waiting.session, waiting.request, grant)
+        self.wake(waiting.session, waiting.request, grant)
 
     def _path(self, lease: Lease, end: Node | None) -> tuple[list[Node], list[Node]]:
         """The path that a lease has pinned up to `end`: on the device, and on the host alone.
@@ -1110,11 +1265,11 @@ class Index:
             assert op.request is not None
             if op.release:
                 self._give_back(lease)
-                self._wake(s, op.request, Released(lease.id))
+                self.wake(s, op.request, Released(lease.id))
             elif lease.failed:
-                self._wake(s, op.request, TransferError("the lease's load-back failed: abort it and acquire anew"))
+                self.wake(s, op.request, TransferError("the lease's load-back failed: abort it and acquire anew"))
             else:
-                self._wake(s, op.request, self._commit(lease, op.num_pages))
+                self.wake(s, op.request, self._commit(lease, op.num_pages))
 
     def _commit(self, lease: Lease, num_pages: int) -> Committed:
         s = lease.session
@@ -1163,7 +1318,7 @@ class Index:
         end = num_pages * page_bytes - left_out
         slots = lease.slots
         before = lease.node
-        node = before if before is not None else self._space(lease.namespace).root
+        node = before if before is not None else self.space(lease.namespace).root
         duplicates: list[bytes] = []
         better: list[tuple[int, bytes]] = []  # (byte of the page table, slots) where the tree had them
         changed: list[Node] = []
@@ -1300,7 +1455,7 @@ class Index:
         """The node's pages are in this tier from now on, or are no longer. The one place that says so."""
         self.version += 1
         log = self.log
-        if log is None:
+        if log is None or not self.telling:
             return
         if node.space.extras is None:
             self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes
@@ -1355,7 +1510,7 @@ class Index:
         if type(parent.children) is Node and parent.parent is not None:
             tree.merge(parent.children, 1)
 
-    def _space(self, namespace: Namespace) -> Space:
+    def space(self, namespace: Namespace) -> Space:
         space = self.tree.spaces.get(namespace)
         if space is None:
             extras = None
@@ -1371,6 +1526,14 @@ class Index:
                 else:
                     space.extras = None
         return space
+
+    def known_by(self, namespace: Namespace) -> Extras | None:
+        """By which fields routers are told of pages of a namespace that L3 has; None: not at all."""
+        extras = self.config.format.extras(namespace)
+        known = None if extras is None else self._known_by.get(extras)
+        if known is None or known.namespace == namespace or self.tree.spaces.get(known.namespace) is not known:
+            return extras
+        return None
 
     # -- inside: load-back -----------------------------------------------------------------------------------
 
@@ -1391,7 +1554,7 @@ class Index:
         if lease.cancelling is not None:
             self._give_back(lease, used=False)
             if not s.ended:
-                self._wake(s, lease.cancelling, Released(lease.id))
+                self.wake(s, lease.cancelling, Released(lease.id))
         if s.ended:
             self._settle(s)
         else:
@@ -1449,6 +1612,10 @@ class Index:
             node.cells = []
             node.space = self.tree.nowhere
 
+    def moved(self) -> None:
+        """The books have changed in what is no presence."""
+        self._moves += 1
+
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
 
@@ -1480,7 +1647,7 @@ class Index:
             raise BadRequest(f"ticket {ticket} after {s.last_ticket}: numbers rise", ticket=ticket, last=s.last_ticket)
         s.last_ticket = ticket
 
-    def _wake(self, s: Session, request: int, result: Grant | Extended | Committed | Released | SglcacheError) -> None:
+    def wake(self, s: Session, request: int, result: Result) -> None:
         self._effects.append(Wake(s.id, request, result))
 
 

@@ -107,9 +107,19 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
     _compare(found, "DEVICE fenced", index.pools[DEVICE].fenced, fenced)
     if C > HOST:
         held = [ticket.fenced for ticket in index.writes]
-        owned[HOST] += held
-        _compare(found, "HOST fenced", index.pools[HOST].fenced, sum(map(len, held)) // 4)
-        _compare(found, "HOST leased", index.pools[HOST].leased, 0)
+        fetched: list[bytes] = []
+        if index.l3 is not None:
+            for prefetch in index.l3.prefetches:
+                fetched.append(prefetch.slots)
+                for part in prefetch.parts:
+                    (held if part.fenced else fetched).append(part.slots)
+            writes = sum(len(ticket.fenced) for ticket in index.writes) // 4
+            _compare(found, "HOST under fetches", index.l3.fetching, _count(fetched) + _count(held) - writes)
+            pages = sum(storing.num_pages for storing in index.l3.storing.values())
+            _compare(found, "HOST held by stores", index.l3.held_by_stores, pages)
+        owned[HOST] += held + fetched
+        _compare(found, "HOST fenced", index.pools[HOST].fenced, _count(held))
+        _compare(found, "HOST leased", index.pools[HOST].leased, _count(fetched))
     for c, pool in enumerate(index.pools):
         name = Tier(c).name
         _compare(found, f"{name} cached", pool.cached, cached[c])
@@ -126,6 +136,10 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
                 f"{name}: slots held twice {np.flatnonzero(counts > 1)[:8].tolist()}, "
                 f"held by nobody {np.flatnonzero(counts == 0)[:8].tolist()}"
             )
+
+
+def _count(runs: list[bytes]) -> int:
+    return sum(map(len, runs)) // 4
 
 
 def _compare(found: list[str], what: str, counted: int, seen: int) -> None:
@@ -152,6 +166,12 @@ def _expected_locks(index: Index, found: list[str]) -> list[dict[Node, int]]:
             for pin in pins:
                 for c, node in enumerate(pin.nodes):
                     hold(c, node)
+    if index.l3 is not None:
+        for prefetch in index.l3.prefetches:
+            hold(DEVICE, prefetch.device_end)
+            hold(HOST, prefetch.host_end)
+        for storing in index.l3.storing.values():
+            hold(HOST, storing.end)
     for ticket in index.writes:
         hold(DEVICE, ticket.end)
         if not ticket.cancelled:

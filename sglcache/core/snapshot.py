@@ -13,6 +13,7 @@ The same frames among the live batches, each under the next number, are a new be
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from sglcache.core.encoding import Extras
@@ -22,6 +23,7 @@ from sglcache.units import Tier
 
 if TYPE_CHECKING:
     from sglcache.core.eventlog import EventLog
+    from sglcache.core.l3 import L3, Held
 
 
 LOOK_COST = 10  # of a node of which nothing is told, in the units of the log's slice
@@ -32,11 +34,15 @@ FRAME_TOKENS = 1 << 14  # in a frame: a reader that does not read has a queue of
 class Snapshot:
     """AllBlocksCleared, then BlockStored for what is published, parents first. Owns a walk until its end."""
 
-    def __init__(self, log: EventLog, tree: Tree) -> None:
+    def __init__(self, log: EventLog, tree: Tree, l3: L3 | None = None) -> None:
+        """`l3`: one whose pages are told of, too, behind those of the tree."""
         self._log = log
         self._tiers = [(c, Tier(c)) for c in range(tree.C)]
         self._walk = Walk(tree)
         self._max_blocks = min(log.max_blocks, max(1, FRAME_TOKENS * 4 // log.page_weight))
+        self._l3 = l3
+        self._segment = 0  # of its shelf, the last that was looked at
+        self._below: deque[tuple[bytes, Held]] = deque()  # of that, what is still to be told
         self._told = b""  # the last digest told of a node that did not fit into a frame
         self._begun = False
         self._full_cuts: int | None = None  # that there had been when the walk came to its end
@@ -55,7 +61,7 @@ class Snapshot:
         if not self._begun:
             self._begun = True
             building.clear()
-        elif self._walk.peek() is None:
+        elif self._walk.peek() is None and not self._more_below():
             if self._full_cuts is None:
                 self._full_cuts = self._log.num_full_cuts
             if self.waits:
@@ -66,7 +72,11 @@ class Snapshot:
         while building.num_blocks < self._max_blocks and budget > 0:
             node = self._walk.peek()
             if node is None:
-                break
+                if not self._more_below():
+                    break
+                self._tell_below(building)
+                budget -= TELL_COST + self._log.cost(1)
+                continue
             before = building.num_blocks
             self._tell(node, building)
             blocks = building.num_blocks - before
@@ -83,6 +93,24 @@ class Snapshot:
     def close(self) -> None:
         """No more of it. Idempotent."""
         self._walk.close()
+
+    def _more_below(self) -> bool:
+        """Something of L3 is to be told, and nothing else."""
+        while not self._below and self._l3 is not None and not self._walk.over:
+            segment = self._l3.snapshot(self._segment)
+            if segment is None:
+                self._l3 = None
+                break
+            self._segment, pages = segment
+            self._below.extend(pages)
+        return bool(self._below)
+
+    def _tell_below(self, building: _Frame) -> None:
+        """One page, if it is still there."""
+        digest, held = self._below.popleft()
+        assert self._l3 is not None
+        if digest in self._l3.shelf:
+            building.add(self._l3.tier, digest, held.tokens, held.before, held.extras)
 
     def _tell(self, node: Node, building: _Frame) -> None:
         hashes, extras = node.hashes, node.space.extras

@@ -80,11 +80,11 @@ class Backups:
         """A request has committed the path to `end`, or is over: copy what the policy says."""
         if end is None or self.policy.on_eviction:
             return
-        self._send(end)
+        self.send(end)
 
     def demote(self, victim: Node) -> bool:
         """Copy a leaf of the device that the host lacks, and have it leave when that is over; False: no room."""
-        return self._send(victim, demote=True)
+        return self.send(victim, demote=True)
 
     def let_go(self) -> None:
         """Something on the host may be evicted now that could not be before."""
@@ -100,7 +100,7 @@ class Backups:
             if node.parent is None or node.cells[DEVICE] is None:
                 continue  # it went, or joined another that was sent after it
             before = index.counters["backup_pages"]
-            if not self._send(node, again=True):
+            if not self.send(node, again=True):
                 if index.counters["backup_pages"] == before:
                     return
                 continue
@@ -120,10 +120,11 @@ class Backups:
         elif self._skipped:
             self._skipped.pop(node, None)
 
-    def _send(self, end: Node, *, demote: bool = False, again: bool = False) -> bool:
+    def send(self, end: Node, *, demote: bool = False, again: bool = False, whole: bool = False) -> bool:
         """Copy what of the path to `end` is not on the host, parents first, as far as there is room; whether all of it.
 
-        What is skipped is counted once, and tried again when a commit passes over it or room may have come.
+        What is skipped is counted once, and tried again when a commit passes over it or room may have come. `whole`:
+        all of it or nothing, whatever the policy. To `demote` is that, too.
         """
         index = self.index
         orders, pool, page_bytes = index.orders, index.pools[HOST], index.page_bytes
@@ -132,7 +133,7 @@ class Backups:
         while node.parent is not None and node.cells[HOST] is None:
             chain.append(node)
             node = node.parent
-        if self.policy.selective:
+        if self.policy.selective and not whole:
             place, least = index.tree.facts.hits, self.policy.threshold
             # Who had a page had all before it: what has too few hits is the end of the chain.
             first = 0
@@ -144,7 +145,8 @@ class Backups:
         chain.reverse()
         backed = node
         count, need = self._fitting(chain, pool.free + pool.evictable - self._unlocked(backed))
-        if demote and count < len(chain):
+        whole |= demote
+        if whole and count < len(chain):
             count = 0
         sliced = False
         if count:
@@ -152,14 +154,14 @@ class Backups:
             sliced = not index.evict(HOST, need)
             if sliced:
                 count, need = self._fitting(chain, pool.free)
-                if not count or (demote and count < len(chain)):
+                if not count or (whole and count < len(chain)):
                     count = 0
                     orders[HOST].unpin(backed)
-        whole = count == len(chain)
-        if not whole and not demote and self._pages_to(chain[-1]) <= pool.total:
+        done = count == len(chain)
+        if not done and not whole and self._pages_to(chain[-1]) <= pool.total:
             self._skipped[chain[-1]] = None
             self.due |= sliced
-        if not whole and not again:
+        if not done and not again:
             index.counters["backup_pages_skipped"] += sum(each.num_bytes for each in chain[count:]) // page_bytes
         if not count:
             return False
@@ -183,7 +185,7 @@ class Backups:
         index.counters["backup_pages"] += need
         source = b"".join([each.cells[DEVICE] for each in chain])
         index.emit(Copy(ticket.id, index.resources[HOST].name, Tier.DEVICE, Tier.HOST, source, slots, None))
-        return whole
+        return done
 
     def _fitting(self, chain: list[Node], room: int) -> tuple[int, int]:
         """How many nodes of a chain `room` pages are enough for, and their pages."""
@@ -223,23 +225,28 @@ class Backups:
         while writes and writes[0].ok is not None:
             self.num_over += 1
             self._written(writes.popleft())
+        if self.index.l3 is not None:
+            self.index.l3.unblocked()
 
     def _written(self, ticket: Ticket) -> None:
         """A write-through's ack, in the order of sending."""
         index = self.index
+        index.moved()
         orders, pool = index.orders, index.pools[HOST]
         assert ticket.end is not None
         if ticket.cancelled:
             pool.fenced -= len(ticket.fenced) // SLOT_BYTES
             pool.give(ticket.fenced)
         elif ticket.ok:
-            for node in self._sent(ticket.end, ticket.num_pages):
+            for node in self.sent(ticket.end, ticket.num_pages):
                 node.writing &= ~WRITING
                 index.change(HOST, node, True)
+            if index.l3 is not None:
+                index.l3.backed_up(ticket.end, ticket.num_pages)
             orders[HOST].unpin(ticket.end)
         else:
             index.counters["backups_failed"] += 1
-            nodes = self._sent(ticket.end, ticket.num_pages)
+            nodes = self.sent(ticket.end, ticket.num_pages)
             # What was sent later and hangs on these has no parent on the host now: it goes too, its target slots
             # fenced until its own copy is over.
             for later in reversed(self.writes):
@@ -260,7 +267,7 @@ class Backups:
         self.demoting -= ticket.demote
         assert ticket.end is not None
         index, lock = self.index, len(self.index.pools) + DEVICE
-        for node in reversed(self._sent(ticket.end, ticket.demote)):
+        for node in reversed(self.sent(ticket.end, ticket.demote)):
             if node.parent is None or node.cells[lock] or not self._is_leaf(node):
                 return
             index.drop(DEVICE, node)
@@ -270,7 +277,7 @@ class Backups:
         seen = list(islice(self.index.tree.children(node), LOOK))
         return len(seen) < LOOK and all(child.cells[DEVICE] is None for child in seen)
 
-    def _sent(self, end: Node, num_pages: int) -> list[Node]:
+    def sent(self, end: Node, num_pages: int) -> list[Node]:
         """The nodes that now make up so many pages up to `end`, parents first: splits may have made more of them."""
         nodes = []
         left = num_pages
@@ -297,7 +304,7 @@ class Backups:
         assert ticket.end is not None
         order.unpin(ticket.end)
         runs = []
-        for node in reversed(self._sent(ticket.end, ticket.num_pages)):
+        for node in reversed(self.sent(ticket.end, ticket.num_pages)):
             node.writing &= ~WRITING
             order.unlink(node)
             runs.append(node.cells[HOST])

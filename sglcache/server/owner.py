@@ -152,10 +152,12 @@ class Owner:
                 self.wake(effect)
             elif isinstance(effect, Publish):
                 self._publish(effect)
-            else:
+            elif isinstance(effect, Copy):
                 self.num_copies += 1
                 self.idle.clear()
                 self.submit(effect)
+            else:
+                raise AssertionError(f"there is no L3 for {effect}")
 
     def _resume(self) -> None:
         self._resuming = False

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglcache.core import invariants
-from sglcache.core.effects import Committed, Extended, Grant, Released, Wake
+from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Wake
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import (
@@ -606,6 +606,8 @@ class Sessions:
             member.granted(wake.request, result)
         elif isinstance(result, Extended):
             member.extended(wake.request, result)
+        elif isinstance(result, Prefetched):
+            member.reply(control.Done(wake.request, result._asdict()))
         else:
             member.fail(wake.request, result)
 

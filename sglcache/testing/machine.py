@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from sglcache.testing.programs import Program, config
+from sglcache.testing.programs import Program, settings
 from sglcache.testing.rig import Rig
 
 T = TypeVar("T")
@@ -39,9 +39,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        drawn = {**config(DrawnChooser(data)), **self.fixed}
-        self.program = Program(Rig(**drawn))
+        self.program = Program(Rig(**settings(DrawnChooser(data), **self.fixed)))
         self.program.open(DrawnChooser(data))
+        if self.program.rig.config.l3 is not None:
+            self.program.earlier_life(DrawnChooser(data))
 
     @rule(data=st.data())
     def put(self, data: st.DataObject) -> None:
@@ -50,6 +51,16 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
         self.program.acquire(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.rig.config.l3 is not None)
+    @rule(data=st.data())
+    def below(self, data: st.DataObject) -> None:
+        self.program.below(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.rig.config.l3 is not None)
+    @rule(data=st.data())
+    def prefetch(self, data: st.DataObject) -> None:
+        self.program.prefetch(DrawnChooser(data))
 
     @precondition(lambda self: self.program.open_leases())
     @rule(data=st.data())

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglcache.core.eviction import LRU, Policy
+from sglcache.core.eviction import LOWEST, LRU, Policy
 from sglcache.core.tiering import WRITE_THROUGH, WritePolicy
 from sglcache.testing.pages import Book, NamespaceTuple, Page, ancestry
 
@@ -124,6 +124,7 @@ class CopyModel:
     lease: LeaseModel | None
     held: list[tuple[int, tuple[Page, ...]]]  # (tier, whole path)
     cancelled: bool = False  # what it hangs on failed
+    begun: int = 0  # when: its pages are as old as that
 
 
 class Eviction(NamedTuple):
@@ -182,6 +183,7 @@ class Model:
         self.fenced: list[LeaseModel] = []  # of ended sessions, not given back yet
         self.copies: dict[int, CopyModel] = {}
         self.host_fenced: set[int] = set()  # targets of cancelled copies that may still be written
+        self.fetched: set[int] = set()  # host slots of fetches from L3
         self.pins: list[PinModel] = []
         self.clock = 0
         # How often a page's presence in a tier changed since the last clear of all; against Subscriber.said.
@@ -234,12 +236,12 @@ class Model:
     def num_free(self, tier: int) -> int:
         """Slots that are nobody's."""
         used = len(self.slot[tier])
-        used += len(self.owner) if tier == DEVICE else len(self.writing) + len(self.host_fenced)
+        used += len(self.owner) if tier == DEVICE else len(self.writing) + len(self.host_fenced) + len(self.fetched)
         return self.total[tier] - used
 
     # -- presence -------------------------------------------------------------------------------------
 
-    def put(self, tier: int, page: Page, slot: int, now: int) -> None:
+    def put(self, tier: int, page: Page, slot: int, now: int, created: int | None = None) -> None:
         """none -> present; `now` is the same for all pages of a path that come together."""
         assert page not in self.slot[tier], f"{page} is in tier {tier} already"
         assert slot not in self.page[tier], f"slot {slot} of tier {tier} holds {self.page[tier].get(slot)} already"
@@ -248,7 +250,7 @@ class Model:
         self.slot[tier][page] = slot
         self.page[tier][slot] = page
         self.changes[tier, page] += 1
-        self.created[tier][page] = now
+        self.created[tier][page] = now if created is None else created
         if page not in self.holds[tier]:
             self.stamp[tier][page] = now
 
@@ -356,7 +358,7 @@ class Model:
             case "filo":
                 key = (-creation,)
             case "priority":
-                key = self.priority[last], access
+                key = self.priority.get(last, LOWEST), access
             case "slru":
                 key = 1 if self.hits[last] >= policy.protected_threshold else 0, access
             case "tlru":
@@ -368,7 +370,7 @@ class Model:
             (
                 self.created[tier][page] if policy.name in ("fifo", "filo") else self.stamp[tier][page],
                 self.hits[page] if policy.name in ("lfu", "slru") else 0,
-                self.priority[page] if policy.name == "priority" else 0,
+                self.priority.get(page, LOWEST) if policy.name == "priority" else 0,
                 self.history[page] if policy.name == "tlru" else 0,
             )
             for page in node
@@ -433,8 +435,7 @@ class Model:
         self.clock += 1
         path = lease.path[:end]
         if end > lease.pinned and not all(map(self.anywhere, path)):
-            for page in path:
-                self.history[page] = max(end, self.history.get(page, 0))
+            self._deepened(path)
         for i in range(lease.pinned, end):
             page, own = lease.path[i], lease.table[i]
             assert own in lease.owned
@@ -449,6 +450,11 @@ class Model:
                 self.put(DEVICE, page, own, self.clock)
                 self.stored_for.setdefault(page, []).append(lease.session_id)
         lease.pinned = max(lease.pinned, end)
+
+    def _deepened(self, path: Sequence[Page]) -> None:
+        """Something at the end of it is new."""
+        for page in path:
+            self.history[page] = max(len(path), self.history.get(page, 0))
 
     def committed(self, item: Item, pages: int, first_page: int, slots: Sequence[int], lost: int, reply: int) -> None:
         """A commit took effect: adopt what is new, count what is there already."""
@@ -579,6 +585,8 @@ class Model:
                 self.writing[page] = slot
         for tier, path in copy.held:
             self.hold(tier, path)
+        self.clock += 1
+        copy.begun = self.clock
         self.copies[copy.ticket] = copy
 
     def write_through_over(self, copy: CopyModel, ok: bool) -> None:
@@ -595,7 +603,7 @@ class Model:
             for page, slot in zip(copy.pages, copy.target_slots, strict=True):
                 del self.writing[page]
                 if ok:
-                    self.put(HOST, page, slot, self.clock)
+                    self.put(HOST, page, slot, self.clock, copy.begun)
             if not ok:
                 failed = set(copy.pages)
                 for other in reversed(self.copies.values()):
@@ -627,6 +635,20 @@ class Model:
             if page not in self.slot[HOST] and page not in self.writing and self.hits[page] >= least
         ]
         return missing if len(missing) <= self.num_free(HOST) else []
+
+    def adopt_fetched(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
+        """What came from L3 joins a path of the host, and is held with it; of doubles the slot was given back."""
+        self.clock += 1
+        if not all(map(self.anywhere, pages)):
+            self._deepened(ancestry(pages[-1]))
+        for page, slot in zip(pages, slots, strict=True):
+            assert page not in self.writing, f"{page} came from L3 while it was written"
+            if page in self.slot[HOST]:
+                assert slot not in self.fetched, f"slot {slot} of {page} is nobody's"
+            else:
+                self.fetched.remove(slot)
+                self.put(HOST, page, slot, self.clock)
+        self.hold(HOST, pages)
 
     def load_over(self, copy: CopyModel, ok: bool) -> None:
         del self.copies[copy.ticket]

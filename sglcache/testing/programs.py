@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from sglcache.core.effects import Extended
 from sglcache.core.eviction import POLICIES, Policy
 from sglcache.core.key import ROOT, Namespace
+from sglcache.core.l3 import L3Config
 from sglcache.core.tiering import WRITE_POLICIES, WritePolicy
 from sglcache.errors import BadRequest, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import DEVICE, CopyModel, Item, LeaseModel
@@ -76,8 +77,31 @@ def config(choose: Chooser) -> dict[str, Any]:
         "write_policy": WritePolicy(choose.item((WRITE_POLICIES[0], *WRITE_POLICIES)), choose.integer(1, 3)),
         "load_back_threshold": choose.item((0, 0, 2 * page_size)),
         "load_back_quota": choose.item((0, 0, 3)),
+        "l3": l3(choose),
         **slices,
     }
+
+
+def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
+    """The same, with some of it fixed."""
+    chosen = {**config(choose), **fixed}
+    if not chosen["host_pages"]:
+        chosen["l3"] = None  # which goes through the host
+    return chosen
+
+
+def l3(choose: Chooser) -> L3Config | None:
+    """None, an exact one, or one that has to be asked; small enough to be short of everything."""
+    if choose.integer(0, 2) < 2:
+        return None
+    return L3Config(
+        exact=choose.integer(0, 2) > 0,
+        tell=choose.integer(0, 2) > 0,
+        threshold=choose.item((1, 1, 2)),
+        prefetch_quota=choose.item((0, 4)),
+        store_quota=choose.item((0, 3, 100)),
+        part=choose.item((1, 2, 32)),
+    )
 
 
 def policy(choose: Chooser, page_size: int, name: str | None = None) -> Policy:
@@ -120,6 +144,7 @@ class Program:
             (1, self.clear),
             (1, self.stranger),
             (1, self.settle),
+            *(((12, self.below), (3, self.prefetch)) if rig.config.l3 is not None else ()),
         )
         self._deck = [action for weight, action in self.actions for _ in range(weight)]
 
@@ -220,6 +245,7 @@ class Program:
             room=room,
             session_id="s" if not choose.integer(0, 5) else None,
             priority=choose.integer(-1, 2),
+            fetch=choose.item((None, 0, self.time + choose.integer(1, 3), float("inf"))),
         )
         self.prompts.append((namespace, key))
 
@@ -310,6 +336,38 @@ class Program:
         if copies:
             copy = copies[0] if choose.integer(0, 2) else choose.item(copies)
             self.rig.copy_done(copy, ok=choose.integer(0, 5 if copy.lease is None else 3) > 0)
+
+    def earlier_life(self, choose: Chooser) -> None:
+        """Prompts that L3 has, some of each."""
+        rig = self.rig
+        for _ in range(choose.integer(0, 4)):
+            namespace, key = self.prompt(choose, 12)
+            self.prompts.append((namespace, key))
+            path = rig.book.path(namespace, key)
+            path = path[: choose.integer(0, len(path))]
+            if path:
+                rig.l3_had(path)
+
+    def below(self, choose: Chooser) -> None:
+        """Something that L3 was asked for is over, well or not; or it loses a page."""
+        rig = self.rig
+        leaves = rig.l3.leaves()
+        ops = list(rig.l3.ops.values())
+        if not ops:
+            if leaves and rig.config.l3 is not None and rig.config.l3.exact and not choose.integer(0, 3):
+                rig.l3_lost(choose.item(leaves))
+            return
+        op = ops[0] if choose.integer(0, 2) else choose.item(ops)
+        right = choose.integer(0, len(op.pages)) if not choose.integer(0, 3) else None
+        lost = [choose.item(leaves)] if leaves and not choose.integer(0, 5) else []
+        rig.l3_done(op, right, bad=not choose.integer(0, 2), evict=[page for page in lost if page not in op.pages])
+
+    def prefetch(self, choose: Chooser) -> None:
+        runners = self.live()
+        if runners:
+            namespace, key = self.prompt(choose, 16)
+            rig = self.rig
+            rig.prefetch(choose.item(runners), key, namespace, choose.item((float("inf"), self.time + 1)))
 
     def read(self, choose: Chooser) -> None:
         runners = self.live()
@@ -417,7 +475,9 @@ class Program:
 def run(seed: int, steps: int = 120, **fixed: Any) -> Rig:
     """One random program; raises AssertionError at the first thing that is not right."""
     choose = SeededChooser(seed)
-    program = Program(Rig(**{**config(choose), **fixed}))
+    program = Program(Rig(**settings(choose, **fixed)))
+    if program.rig.config.l3 is not None:
+        program.earlier_life(choose)
     for _ in range(steps):
         program.step(choose)
     program.rig.settle()

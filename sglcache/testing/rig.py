@@ -17,7 +17,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sglcache.core import invariants
-from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Wake
+from sglcache.core.effects import (
+    Cancel,
+    Committed,
+    Copy,
+    Effect,
+    Extended,
+    Fetch,
+    Grant,
+    Prefetched,
+    Probe,
+    Publish,
+    Released,
+    Store,
+    Wake,
+)
 from sglcache.core.index import LEFT, Index, IndexConfig
 from sglcache.core.key import ROOT, Namespace
 from sglcache.core.leases import Ticket
@@ -37,6 +51,7 @@ from sglcache.testing.model import (
 )
 from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
 from sglcache.testing.subscriber import Subscriber
+from sglcache.testing.third import FakeL3, Op, Step, WatchedL3
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
 from sglcache.wire.control import Extension
 
@@ -89,12 +104,23 @@ class Waits:
     acquired: LeaseModel | None = None
     growing: list[Growing] = field(default_factory=list)
     least: int = 1 << 62  # pages that could be had for it when there were fewest: what fits in these is not refused
+    at_once: bool = False  # it has only just begun to wait: who waits before it has no say yet
 
     @property
     def num_fresh(self) -> int:
         if self.acquired is not None:
             return self.acquired.num_fresh
         return sum(each.fresh for each in self.growing if each.error is None)
+
+
+@dataclass(eq=False)
+class Fetching:
+    """An acquire, or a prefetch, that waits for L3."""
+
+    session: SessionModel
+    path: tuple[Page, ...]
+    make: Callable[[], tuple[LeaseModel, int]] | None  # an acquire's lease, and the pages it needs, as of now
+    until: float
 
 
 class Watched(Index):
@@ -105,8 +131,11 @@ class Watched(Index):
         self._book = book
         self.evictions: list[Eviction] = []
         self.touched: list[tuple[int, tuple[Page, ...]]] = []  # (answers before, path of the host): see Model.touched
+        self.happened: list[Eviction | Step] = []  # all of it, in order
         self.backups = self.watched = WatchedBackups(self, config.write_policy)
         self.writes = self.backups.writes
+        if config.l3 is not None:
+            self.l3 = WatchedL3(self, config.l3)
 
     def drop(self, c: int, node: Node, cleared: bool = False) -> None:
         self._note(c, node, left=self.watched.leaving, cleared=cleared)
@@ -142,7 +171,9 @@ class Watched(Index):
             for each, path in paths.items()
             if each.cells[c] is not None and not each.cells[lock] and each not in parents
         ]
-        self.evictions.append(Eviction(c, paths[node], leaves, self.num_wakes, **how))
+        eviction = Eviction(c, paths[node], leaves, self.num_wakes, **how)
+        self.evictions.append(eviction)
+        self.happened.append(eviction)
 
 
 class WatchedBackups(Backups):
@@ -157,7 +188,7 @@ class WatchedBackups(Backups):
         note = len(evictions) - 1
         begun = super().demote(victim)
         if not begun:
-            del evictions[note]
+            self.index.happened.remove(evictions.pop(note))
         return begun
 
     def _demoted(self, ticket: Ticket) -> None:
@@ -165,10 +196,10 @@ class WatchedBackups(Backups):
         super()._demoted(ticket)
         self.leaving = False
 
-    def _send(self, end: Node, *, demote: bool = False, again: bool = False) -> bool:
+    def send(self, end: Node, *, demote: bool = False, again: bool = False, whole: bool = False) -> bool:
         index = self.index
         evictions, writes = len(index.evictions), len(self.writes)
-        whole = super()._send(end, demote=demote, again=again)
+        done = super().send(end, demote=demote, again=again, whole=whole)
         made_room = any(each.tier == HOST for each in index.evictions[evictions:])
         if made_room and len(self.writes) == writes:
             up: Node | None = end
@@ -176,7 +207,7 @@ class WatchedBackups(Backups):
                 up = up.parent
             if up is not None and up.parent is not None:
                 index.touched.append((index.num_wakes, index.path(up)))
-        return whole
+        return done
 
 
 class Rig:
@@ -210,6 +241,10 @@ class Rig:
         self.acks: list[tuple[CopyModel, bool]] = []  # acks of write-throughs that wait for an earlier one's
         self.waiting: list[Waits] = []
         self.cancels: dict[int, LeaseModel] = {}  # requests of cancels that were not answered
+        self.l3 = FakeL3(self.book)
+        self.fetching: dict[int, Fetching] = {}  # requests that wait for L3
+        self.left: set[int] = set()  # that did, and are answered with an error or no lease
+        self._answered: dict[int, object] = {}
         self.asked: dict[int, Item] = {}  # requests of commits and releases that were not answered
         self._places: tuple[dict[Page, int], ...] = ({}, {})  # what was cached after the last turn
         self._version = 0
@@ -229,20 +264,29 @@ class Rig:
         command: Callable[[], T],
         then: Callable[[T | SglcacheError], None] | None = None,
         need: int | None = 0,
+        asks: bool = False,
     ) -> T | SglcacheError:
-        """Run a command and look at everything. `need`: pages the device has to find for it (None: unknown)."""
+        """Run a command and look at everything. `need`: pages the device has to find for it (None: unknown).
+
+        `asks`: they are for its own answer, so they go before `then`.
+        """
         try:
-            return self._turn(command, then, need)
+            return self._turn(command, then, need, asks)
         except AssertionError:
             self.failed = True
             raise
 
     def _turn(
-        self, command: Callable[[], T], then: Callable[[T | SglcacheError], None] | None, need: int | None
+        self,
+        command: Callable[[], T],
+        then: Callable[[T | SglcacheError], None] | None,
+        need: int | None,
+        asks: bool,
     ) -> T | SglcacheError:
         before = self._fingerprint()
         self.index.evictions.clear()
         self.index.touched.clear()
+        self.index.happened.clear()
         result: T | SglcacheError
         try:
             result = command()
@@ -250,6 +294,9 @@ class Rig:
             result = exc
         if isinstance(result, SglcacheError):
             assert self._fingerprint() == before, f"{result!r} changed something"
+        self._emptied: set[int] = set()
+        self._seen = self._early = 0
+        during = len(self.index.happened)
         effects = self._drain()
         seen = observe(self.index, self.book)
         places = (dict(seen[DEVICE]), dict(seen[HOST]))
@@ -258,7 +305,22 @@ class Rig:
         )
         self._places, self._version = places, self.index.version
         # What a grant takes was evicted before it, what a commit's copy takes before the commit's answer.
-        self._take_victims(DEVICE, 0, need)
+        if self.index.l3 is not None and not asks:
+            need = None  # a turn of any kind may serve who waited for it
+        if asks:
+            early = self.index.happened[:during]
+            alone = [each for each in early if isinstance(each, Eviction) and each.tier == DEVICE]
+            if len(alone) == len(early):
+                self._evicted(DEVICE, alone, need)
+            else:  # of each tier for the other: in order
+                for each in early:
+                    if isinstance(each, Eviction):
+                        self._evicted(each.tier, [each], None)
+                    else:
+                        self._stepped(each)
+            self._seen = self._early = during
+        elif self.index.l3 is None:
+            self._take_victims(DEVICE, 0, need)
         if then is not None:
             then(result)
         self._take_effects([effect for effect in effects if not isinstance(effect, Publish)], seen)
@@ -273,9 +335,14 @@ class Rig:
         """Answers in order; what was evicted for one, and what it had copied, came just before it."""
         copies: list[Copy] = []
         wakes = 0
+        self._answered = {effect.request: effect.result for effect in effects if isinstance(effect, Wake)}
         for effect in effects:
             if isinstance(effect, Copy):
                 copies.append(effect)
+                continue
+            if isinstance(effect, Store | Probe | Fetch | Cancel):
+                self._before(wakes, copies)  # what it needs was made ready
+                self._asked_l3(effect)
                 continue
             assert isinstance(effect, Wake)
             self._before(wakes, copies)
@@ -287,18 +354,35 @@ class Rig:
         self._before(wakes, copies)
         for copy in copies:
             self._asked(copy)
+        for waits in self.waiting:
+            waits.at_once = False
 
     def _before(self, wakes: int, copies: Sequence[Copy]) -> None:
-        """What was evicted since the answer before."""
-        if wakes:
+        """What was evicted since the answer before, and what L3's part did."""
+        if wakes and wakes not in self._emptied and self.index.l3 is None:
+            self._emptied.add(wakes)
             self._take_victims(DEVICE, wakes, None)
         need: int | None = sum(len(copy.dst_slots) // 4 for copy in copies if copy.dst == Tier.HOST)
-        if self.config.evict_slice < self.config.host_pages:
+        if self.config.evict_slice < self.config.host_pages or self.index.l3 is not None:
             need = None  # where a slice is not enough for all that is to be copied, some of it is
-        self._take_victims(HOST, wakes, need)
+        happened = self.index.happened
+        gone: list[Eviction] = []
+        while self._seen < len(happened) and happened[self._seen].wakes <= wakes:
+            each = happened[self._seen]
+            self._seen += 1
+            if not isinstance(each, Eviction):
+                self._evicted(HOST, gone, need)
+                gone = []
+                self._stepped(each)
+            elif each.tier == HOST:
+                gone.append(each)
+            elif self.index.l3 is not None and self._seen > self._early and not each.left:
+                self._evicted(DEVICE, [each], None)
+        self._evicted(HOST, gone, need)
         for when, path in self.index.touched:
             if when == wakes:
                 self.model.touched(path)
+        self.index.touched[:] = [each for each in self.index.touched if each[0] != wakes]
 
     def _fingerprint(self) -> object:
         index = self.index
@@ -324,19 +408,130 @@ class Rig:
             self.index.cut(self.now)
 
     def _take_victims(self, tier: int, wakes: int, need: int | None) -> None:
-        model = self.model
-        evictions = [
-            each for each in self.index.evictions if each.tier == tier and each.wakes == wakes and not each.left
-        ]
+        gone = [each for each in self.index.evictions if each.tier == tier and each.wakes == wakes and not each.left]
+        self._evicted(tier, gone, need)
+
+    def _evicted(self, tier: int, evictions: Sequence[Eviction], need: int | None) -> None:
         if not evictions:
             return
         if self.clearing[tier]:
             self.clearing[tier] = max(0, self.clearing[tier] - sum(len(each.node) for each in evictions))
             need = None
         elif need is not None:
-            need -= model.num_free(tier)
+            need -= self.model.num_free(tier)
             assert not any(each.cleared for each in evictions), "called cleared, and went to make room"
-        model.evicted(tier, evictions, need)
+        self.model.evicted(tier, evictions, need)
+
+    def _stepped(self, step: Step) -> None:
+        """What L3's part of the index did."""
+        model = self.model
+        if step.kind == "hold":
+            model.hold(step.tier, step.pages)
+        elif step.kind == "let go":
+            model.let_go(step.tier, step.pages)
+        elif step.kind == "adopt":
+            model.adopt_fetched(step.pages, step.slots)
+        elif step.kind == "free":
+            for slot in step.slots:
+                model.fetched.remove(slot)
+        else:
+            assert step.kind == "serve"
+            self._serve(step.request)
+
+    def _serve(self, request: int) -> None:
+        """A request waits for L3 no longer: it is answered now, or waits for room."""
+        asked = self.fetching.pop(request)
+        result = self._answered.get(request)
+        if asked.session.ended:
+            self.left.add(request)
+            return
+        if asked.make is None:
+            reach = self.model.reach(asked.path)[1] * self.page_size
+            assert isinstance(result, Prefetched), f"{result!r}"
+            assert result.matched_tokens == reach, f"{result}, and {reach} tokens are cached"
+            self.left.add(request)
+            return
+        lease, fresh = asked.make()
+        if isinstance(result, SglcacheError):
+            assert isinstance(result, NoSpace), f"{result!r}"
+            assert fresh > self._room_later(lease.path[: lease.pinned]), f"{result!r}"
+            self.left.add(request)
+            return
+        self.model.opened(lease)
+        lease.num_fresh = fresh
+        lease.waiting = True
+        self.waiting.append(Waits(request, lease, at_once=True))
+
+    def _asked_l3(self, effect: Store | Probe | Fetch | Cancel) -> None:
+        """It may begin this moment."""
+        op = self.l3.take(effect)
+        if op is None or isinstance(effect, Probe):
+            return
+        model = self.model
+        for page, slot in zip(op.pages, op.slots, strict=True):
+            if isinstance(effect, Store):
+                assert model.slot[HOST].get(page) == slot, f"{page} is to be stored from slot {slot}"
+                assert page in model.holds[HOST], f"{page} is to be stored, and nobody holds it"
+                continue
+            self._no_news(HOST, slot)
+            taken = slot in model.page[HOST] or slot in model.fetched or slot in model.host_fenced
+            assert not taken, f"slot {slot} is fetched into, and somebody's"
+            assert slot not in model.writing.values(), f"slot {slot} is fetched into, and written"
+            model.fetched.add(slot)
+            for part in range(PARTS):
+                self.memory[HOST][part][slot] = f"half of fetch {effect.ticket}"
+
+    def l3_done(self, op: Op, right: int | None = None, bad: bool = False, evict: Sequence[Page] = ()) -> None:
+        """What L3 was asked for is over. `right`: so many leading pages, or all; `bad`: the next was found to be none;
+        `evict`: what it lost to make room."""
+        effect, l3 = op.effect, self.l3
+        del l3.ops[effect.ticket]
+        removed = b"".join(l3.throw_away(page) for page in evict if page in l3.pages)
+        if isinstance(effect, Store):
+            count = len(op.pages) if right is None else right
+            for page, slot in zip(op.pages[:count], op.slots, strict=False):
+                for part in range(PARTS):
+                    there = self.memory[HOST][part][slot]
+                    assert there is page, f"{page} is stored from slot {slot}; part {part} there is {there}"
+            mask = bytearray(len(op.pages))
+            for i, page in enumerate(op.pages[:count]):
+                if page.parent is None or page.parent in l3.pages:
+                    l3.pages.setdefault(page)
+                mask[i] = page in l3.pages
+            for i, page in enumerate(op.pages):
+                mask[i] |= page in l3.pages
+            self.turn(lambda: self.index.stored(effect.ticket, bytes(mask), removed), need=None)
+            return
+        there = 0
+        while there < len(op.pages) and op.pages[there] in l3.pages:
+            there += 1
+        count = there if right is None else min(right, there)
+        if isinstance(effect, Probe):
+            self.turn(lambda: self.index.probed(effect.ticket, count), need=None)
+            return
+        if bad and count < there:
+            removed += l3.throw_away(op.pages[count])
+        for i, (page, slot) in enumerate(zip(op.pages, op.slots, strict=True)):
+            for part in range(PARTS):
+                self.memory[HOST][part][slot] = page if i < count else f"rest of fetch {effect.ticket}"
+        self.turn(lambda: self.index.fetched(effect.ticket, count, removed), need=None)
+
+    def l3_lost(self, page: Page) -> None:
+        """By no doing of ours."""
+        removed = self.l3.throw_away(page)
+        self.turn(lambda: self.index.l3_removed(removed))
+
+    def l3_had(self, pages: tuple[Page, ...]) -> None:
+        """A path that it holds from an earlier life."""
+        for page in pages:
+            self.l3.pages.setdefault(page)
+        if self.config.l3 is not None and self.config.l3.exact:
+            self.turn(lambda: self.index.l3_found([self.l3.run(pages)]))
+
+    def all_l3_done(self) -> None:
+        """Every store and fetch goes well; so do those that they lead to."""
+        while self.l3.ops:
+            self.l3_done(next(iter(self.l3.ops.values())))
 
     def _no_news(self, tier: int, slot: int) -> None:
         """Whoever gets a slot must not hear of it before the stream has said that the old page is gone (law 5)."""
@@ -405,11 +600,16 @@ class Rig:
         """`copies`: what was asked for since the answer before."""
         self.wakes.append(wake)
         session, result = self.model.sessions[wake.session], wake.result
+        if wake.request in self.left:
+            self.left.remove(wake.request)
+            return
         waits = next((w for w in self.waiting if w.request == wake.request), None)
         if waits is not None:
             error = isinstance(result, SglcacheError) and session.ended
             changed = isinstance(result, Extended) and not any(isinstance(each, bytes) for each in result.results)
-            assert error or changed or waits is self.waiting[0], f"{waits} was served before {self.waiting[0]}"
+            assert error or changed or waits.at_once or waits is self.waiting[0], (
+                f"{waits} was served before {self.waiting[0]}"
+            )
             room = self.model.num_free(DEVICE) + len(self.model.evictable(DEVICE)) + self.model.in_copies()
             self.waiting.remove(waits)
             lease = waits.acquired
@@ -521,6 +721,7 @@ class Rig:
         room: int | None = None,
         session_id: str | None = None,
         priority: int = 0,
+        fetch: float | None = None,
     ) -> LeaseModel | SglcacheError | None:
         """The lease; NoSpace exactly when locks leave too little, Changed exactly when `exact` is not what matches.
 
@@ -529,32 +730,44 @@ class Rig:
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
         model, request = self.model, self._request()
         path = self.book.path(namespace, key)
-        pinned, matched = model.match(path, limit if exact is None else exact, now=True)
-        host_pinned = 0
-        while host_pinned < matched and path[host_pinned] in model.slot[HOST]:
-            host_pinned += 1
-        have = len(key) // TOKEN_BYTES + reserve
-        if room is not None:
-            have = min(have, matched * self.page_size + room)
-        fresh = -(-have // self.page_size) - pinned
-        lease = LeaseModel(
-            -request,
-            runner.session,
-            namespace,
-            key,
-            path,
-            [],
-            set(),
-            pinned,
-            host_pinned,
-            session_id,
-            priority,
-            matched,
-        )
+
+        def make() -> tuple[LeaseModel, int]:
+            pinned, matched = model.match(path, limit if exact is None else exact, now=True)
+            host_pinned = 0
+            while host_pinned < matched and path[host_pinned] in model.slot[HOST]:
+                host_pinned += 1
+            have = len(key) // TOKEN_BYTES + reserve
+            if room is not None:
+                have = min(have, matched * self.page_size + room)
+            lease = LeaseModel(
+                -request,
+                runner.session,
+                namespace,
+                key,
+                path,
+                [],
+                set(),
+                pinned,
+                host_pinned,
+                session_id,
+                priority,
+                matched,
+            )
+            return lease, -(-have // self.page_size) - pinned
+
+        most = len(path) if limit is None else min(len(path), limit // self.page_size)
+        waits_for_l3 = fetch is not None and fetch > 0 and exact is None and self._l3_is_asked(path, most)
+        lease, fresh = make()
+        pinned, matched = lease.pinned, lease.matched
         now, later = self._room_now(path[:pinned]), self._room_later(path[:pinned])
         crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting))
 
         def then(result: Grant | SglcacheError | None) -> None:
+            if waits_for_l3:
+                assert result is None, f"{result!r}, and L3 was to be asked"
+                assert fetch is not None
+                self.fetching[request] = Fetching(runner.session, path, make, fetch)
+                return
             agreed = exact is None or exact == matched * self.page_size
             assert isinstance(result, Changed) is not agreed, f"{result!r}; {matched} pages match, {exact=} tokens"
             if isinstance(result, Changed):
@@ -587,13 +800,36 @@ class Rig:
                 room=room,
                 session_id=session_id,
                 priority=priority,
+                fetch=fetch,
             ),
             then,
-            need=None
-            if self.waiting or self._writes_back or self.config.evict_slice < self.config.num_pages
-            else fresh,
+            need=None if self.waiting or self._sliced else fresh,
+            asks=True,
         )
         return lease if isinstance(result, Grant) else result
+
+    def _l3_is_asked(self, path: Sequence[Page], most: int) -> bool:
+        """Whether an acquire, or a prefetch, of so many pages of the path finds reason to."""
+        l3 = self.config.l3
+        if l3 is None:
+            return False
+        rest = most - self.model.reach(path[:most])[1]
+        return rest >= max(1, l3.threshold) and (not l3.exact or bool(self.l3.pages))
+
+    def prefetch(self, runner: Runner, tokens: Iterable[int] | bytes, namespace: Namespace, until: float) -> None:
+        """Ask for what L3 has of a sequence."""
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        path, request = self.book.path(namespace, key), self._request()
+        asked = self._l3_is_asked(path, len(path))
+
+        def then(result: Prefetched | SglcacheError | None) -> None:
+            if asked:
+                assert result is None, f"{result!r}"
+                self.fetching[request] = Fetching(runner.session, path, None, until)
+            else:
+                assert result == Prefetched(self.model.reach(path)[1] * self.page_size, 0), f"{result!r}"
+
+        self.turn(lambda: self.index.prefetch(runner.id, request, key, namespace, until), then)
 
     def _check_answer(self, waits: bool, crowded: bool, fresh: int, room: int) -> None:
         """Who could have been served at once was: in one slice, with nobody waiting before it."""
@@ -652,6 +888,7 @@ class Rig:
             lambda: self.index.extend(runner.id, request, sent),
             then,
             need=None if self.waiting or self._sliced else need,
+            asks=True,
         )
 
     def cancel(self, runner: Runner, lease: LeaseModel) -> bool | SglcacheError:
@@ -914,14 +1151,17 @@ class Rig:
             for pin in over:
                 self.model.unpin(pin)
 
-        result = self.turn(lambda: self.index.expire(now), then)
-        assert result == len(over)
-        assert self.index.next_expiry == min((pin.expires_at for pin in self.model.pins), default=None)
+        late = [request for request, asked in self.fetching.items() if asked.until <= now]
+        result = self.turn(lambda: self.index.expire(now), then, need=None)
+        assert result == len(over) + len(late)
+        ends = [pin.expires_at for pin in self.model.pins]
+        ends += [asked.until for asked in self.fetching.values() if asked.until < float("inf")]
+        assert self.index.next_expiry == min(ends, default=None)
         return len(over)
 
     def clear(self, tier: Tier | None = None) -> dict[Tier, int] | SglcacheError:
         model = self.model
-        busy = model.all_busy()
+        busy = model.all_busy() or (self.index.l3 is not None and self.index.l3.num_busy > 0)
 
         def then(result: dict[Tier, int] | SglcacheError) -> None:
             assert isinstance(result, Busy) is busy, f"clear with busy={busy}: {result!r}"
@@ -971,7 +1211,9 @@ class Rig:
         self.turn(command)
         assert not self.index.uncut
         sent = len(self.subscriber.batches) - batches
-        assert (sent > 0) is (self.config.events and (waits or heartbeat)), f"{sent} batches, {waits=}, {heartbeat=}"
+        if self.index.l3 is None:  # else what is queued may be no event
+            said = self.config.events and (waits or heartbeat)
+            assert (sent > 0) is said, f"{sent} batches, {waits=}, {heartbeat=}"
         assert waits or sent <= 1
         self.check_mirror()
 
@@ -1017,7 +1259,9 @@ class Rig:
         if model.total[HOST]:
             cached = len(model.slot[HOST]) + len(model.writing)
             locked = model.num_locked(HOST) + len(model.writing)
-            want.append((cached, locked, 0, len(model.host_fenced), model.num_free(HOST)))
+            late = sum(len(op.slots) for op in self.l3.ops.values() if op.cancelled)
+            under = len(model.fetched) - late
+            want.append((cached, locked, under, len(model.host_fenced) + late, model.num_free(HOST)))
         for pool, counts in zip(stats.pools, want, strict=True):
             assert pool.free + pool.fenced + pool.leased + pool.cached == pool.total
             told = (pool.cached, pool.locked, pool.leased, pool.fenced, pool.free)
@@ -1030,8 +1274,9 @@ class Rig:
                 assert counted[0] == counted[1], f"{name} is {counted[0]}, should be {counted[1]}"
         leases = sum(len(session.leases) for session in model.sessions.values())
         assert (stats.num_leases, stats.num_fenced_leases) == (leases, len(model.fenced))
-        assert stats.num_copies == len(model.copies)
-        assert stats.num_waiting == len(self.waiting)
+        below = self.index.l3
+        assert stats.num_copies == len(model.copies) + (below.num_busy if below is not None else 0)
+        assert stats.num_waiting == len(self.waiting) + len(self.fetching)
 
     def _check_memory(self) -> None:
         """Whatever is cached holds its bytes, and so does whatever a runner may still read (laws 8 and 10)."""
@@ -1090,18 +1335,36 @@ class Rig:
                 f"tier {tier}: the mirror has {mirror - published} more, lacks {published - mirror}"
             )
             assert dumped[tier] == published, f"tier {tier}: the dump has {dumped[tier] ^ published} too many or few"
+        l3 = self.config.l3
+        if l3 is not None and l3.exact and not self.index.announcing:
+            on_disk = {page for page in self.l3.pages if page.namespace[1] is None} if l3.tell else set()
+            mirror = subscriber.present[Tier.DISK]
+            assert mirror == on_disk, f"DISK: the mirror has {mirror - on_disk} more, lacks {on_disk - mirror}"
         for page, told in subscriber.stored_for.items():
             assert told == model.stored_for[page], f"{page} was stored for {told}, should be {model.stored_for[page]}"
         changes = {key: count for key, count in model.changes.items() if key[1].namespace[1] is None and count}
-        assert changes == {k: n for k, n in subscriber.said.items() if n}, "a change was told twice or not at all"
+        said = {key: count for key, count in subscriber.said.items() if count and key[0] <= HOST}
+        assert changes == said, "a change was told twice or not at all"
+
+    def _quieten(self) -> None:
+        """Until nothing is under way."""
+        self.steps()
+        self.cut()
+        while self.in_flight() or self.l3.ops or self.index.uncut:
+            self.copies_done()
+            self.all_l3_done()
+            self.steps()
+            self.cut()
 
     def settle(self) -> None:
         """Everything under way comes to its end; then nothing is held by anyone."""
         self.steps()
+        self._quieten()
         while self.waiting:
             assert self.in_flight(), f"{self.waiting} wait, and no copy is under way"
             self.copies_done()
             self.steps()
+        assert not self.fetching, f"{self.fetching} wait for L3, and nothing is asked of it"
         for runner in list(self.runners.values()):
             if not runner.session.ended:
                 for lease in list(runner.session.leases):
@@ -1121,11 +1384,7 @@ class Rig:
         for pin in list(self.model.pins):
             if pin in self.model.pins:
                 self.unpin(self.runners[pin.session.number], pin.owner)
-        self.steps()
-        while self.in_flight():
-            self.copies_done()
-            self.steps()
-        self.cut()
+        self._quieten()
         assert not self.index.backups.num_skipped, (
             "nothing is held, and yet what found no room on the host was not sent"
         )

@@ -22,13 +22,13 @@ from sglcache.core.snapshot import Snapshot
 from sglcache.net.replay import PATIENCE_S, Pause, Replay, Turns
 from sglcache.net.ring import Entry, Ring
 from sglcache.testing.pages import Page
-from sglcache.testing.programs import Chooser, Program, SeededChooser, config
+from sglcache.testing.programs import Chooser, Program, SeededChooser, settings
 from sglcache.testing.rig import Rig
 from sglcache.units import Tier
 from sglcache.wire.events import Token
 
-TIERS = (Tier.DEVICE, Tier.HOST)
-Held: TypeAlias = tuple[frozenset[Page], frozenset[Page]]  # by tier
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+Held: TypeAlias = tuple[frozenset[Page], ...]  # by tier
 
 
 class Number(NamedTuple):
@@ -60,8 +60,7 @@ class _Rig(Rig):
         return super()._drain()
 
     def _present(self) -> Held:
-        device, host = self.subscriber.present
-        return frozenset(device), frozenset(host)
+        return tuple(frozenset(self.subscriber.present[tier]) for tier in TIERS)
 
 
 class _Telling:
@@ -82,7 +81,7 @@ class World:
     """Everything from the index to the mirror. Each method is one thing that may happen."""
 
     def __init__(self, choose: Chooser, **fixed: Any) -> None:
-        self.fixed = {**config(choose), "events": True, **fixed}
+        self.fixed = settings(choose, **{"events": True, **fixed})
         self.ring_bytes = choose.item((400, 1500, 1 << 20))
         self.now = 1.0
         self.numbers: dict[int, Number] = {}  # of every life
@@ -297,6 +296,7 @@ class World:
         for _ in range(1000):
             if not self.rig.index.announcing:
                 break
+            self.rig.step()
             self.announce()
             self.cut()
         assert not self.rig.index.announcing, "it tells everything anew, for ever"

@@ -13,7 +13,8 @@ import msgspec
 from sglcache.core.effects import Publish
 from sglcache.testing.pages import Book, Page
 
-MEDIA = {"GPU": 0, "CPU_PINNED": 1}  # the wire's word -> the tier's number
+EXTERNAL = 3
+MEDIA = {"GPU": 0, "CPU_PINNED": 1, "DISK": 2, "EXTERNAL": 3}  # the wire's word -> the tier's number
 STORED_KEYS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 STORED_OPTIONS = ("cache_salt", "session_id", "lora_name")
 
@@ -31,7 +32,7 @@ class Subscriber:
         self.next_seq = first_seq
         self.rank = rank
         self.max_batch_blocks = max_batch_blocks
-        self.present: list[set[Page]] = [set(), set()]
+        self.present: list[set[Page]] = [set(), set(), set(), set()]
         self.said: Counter[tuple[int, Page]] = Counter()
         self.clears = 0
         self.ts = 0.0
@@ -63,7 +64,7 @@ class Subscriber:
         for event in events:
             if event["type"] == "AllBlocksCleared":
                 assert set(event) == {"type"}
-                self.present = [set(), set()]
+                self.present = [set(), set(), set(), set()]
                 self.said.clear()
                 self.clears += 1
             elif event["type"] == "BlockStored":
@@ -101,8 +102,10 @@ class Subscriber:
             assert page.namespace == (event.get("lora_name"), None, event.get("cache_salt")), f"{page}: {event}"
             want = None if page.parent is None else page.parent.hash
             assert parent_hash == want, f"{page} was announced under {parent_hash}, its parent is {want}"
-            assert page.parent is None or page.parent in self.present[tier], f"{page} was announced before its parent"
-            assert page not in self.present[tier], f"{page} was stored twice in tier {tier}"
+            if tier < EXTERNAL:  # of which only hints are told
+                known = page.parent is None or page.parent in self.present[tier]
+                assert known, f"{page} was announced before its parent"
+                assert page not in self.present[tier], f"{page} was stored twice in tier {tier}"
             self.present[tier].add(page)
             self.said[tier, page] += 1
             parent_hash = value

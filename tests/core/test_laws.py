@@ -15,6 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from sglcache.core import eventlog, eviction, index, slots, tree
 from sglcache.core.eviction import POLICIES
+from sglcache.core.l3 import L3Config
+from sglcache.core.tiering import WritePolicy
 from sglcache.testing.machine import IndexMachine
 from sglcache.testing.programs import SeededChooser, policy, run
 
@@ -36,6 +38,7 @@ def test_any_program_under_hypothesis() -> None:
     run_state_machine_as_test(IndexMachine, settings=SETTINGS)
 
 
+BELOW = {"num_pages": 10, "host_pages": 10}  # so little that the rest is in L3
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "any": ({}, False),
     "one tier": ({"host_pages": 0}, False),
@@ -43,6 +46,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "slices": ({"evict_slice": 1, "cut_slice": 8}, False),  # acquires that wait for room, batches that wait for a cut
     "small tables": ({}, True),
     "bigrams": ({"bigram": True}, False),
+    "copied on eviction": ({"num_pages": 10, "host_pages": 24, "write_policy": WritePolicy("write_back")}, False),
+    "copied at a second hit": (
+        {"num_pages": 10, "host_pages": 24, "write_policy": WritePolicy("write_through_selective")},
+        False,
+    ),
+    "a store that tells": ({**BELOW, "l3": L3Config(tell=True, part=2, store_quota=100)}, False),
+    "a store that is asked": ({**BELOW, "l3": L3Config(exact=False, tell=True, part=1, store_quota=100)}, False),
+    "a store beside bigrams in slices": (
+        {**BELOW, "bigram": True, "cut_slice": 4, "evict_slice": 2, "l3": L3Config(tell=True, prefetch_quota=3)},
+        True,
+    ),
     "bigrams in small tables": ({"bigram": True, "max_batch_blocks": 3, "cut_slice": 4}, True),
 }
 

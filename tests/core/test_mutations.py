@@ -283,7 +283,7 @@ MUTATIONS = [
         host_pages=12,
         **LRU_ONLY,
     ),
-    mutation("the ack works on the node, not on the range that was sent", Backups, "_sent", "while left:", "if left:"),
+    mutation("the ack works on the node, not on the range that was sent", Backups, "sent", "while left:", "if left:"),
     mutation(
         "a prompt that ends inside a page matches it", Tree, "common_pages", "same - same % self.page_bytes", "same"
     ),
@@ -647,7 +647,7 @@ MUTATIONS = [
     mutation(
         "a write-through does not lock its source",
         Backups,
-        "_send",
+        "send",
         "        orders[DEVICE].pin(last)\n",
         "",
         Edit(Backups, "_written", "        orders[DEVICE].unpin(ticket.end)\n", ""),
@@ -656,7 +656,7 @@ MUTATIONS = [
     mutation(
         "a write-through is told when it is sent",
         Backups,
-        "_send",
+        "send",
         "            each.writing |= WRITING\n",
         "            index.change(HOST, each, True)\n",
         **TWO_TIERS,
@@ -694,7 +694,7 @@ MUTATIONS = [
     mutation(
         "nothing is written through a second time",
         Backups,
-        "_send",
+        "send",
         "        if not chain:\n",
         "        if not chain or len(chain) > 1:\n",
         **TWO_TIERS,
@@ -702,7 +702,7 @@ MUTATIONS = [
     mutation(
         "a lease pins a host copy that is still written",
         Index,
-        "_host_end",
+        "host_end",
         " and not node.writing & bit",
         "",
         **TWO_TIERS,
@@ -710,17 +710,17 @@ MUTATIONS = [
     mutation(
         "the host makes room by evicting what a copy hangs on",
         Backups,
-        "_send",
+        "send",
         "            orders[HOST].pin(backed)",
         "            pass",
-        Edit(Backups, "_send", "                    orders[HOST].unpin(backed)\n", ""),
-        Edit(Backups, "_send", "orders[HOST].pin(last, backed)", "orders[HOST].pin(last)"),
+        Edit(Backups, "send", "                    orders[HOST].unpin(backed)\n", ""),
+        Edit(Backups, "send", "orders[HOST].pin(last, backed)", "orders[HOST].pin(last)"),
         host_pages=8,
     ),
     mutation(
         "what found no room on the host is forgotten",
         Backups,
-        "_send",
+        "send",
         "self._skipped[chain[-1]] = None",
         "pass",
         by=there_is_room_on_the_host_later,
@@ -771,7 +771,7 @@ MUTATIONS = [
     mutation(
         "a first hit is enough",
         Backups,
-        "_send",
+        "send",
         "chain[first].cells[place] < least",
         "chain[first].cells[place] < least - 1",
         by=the_second_hit_is_copied,

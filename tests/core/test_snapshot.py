@@ -16,14 +16,16 @@ from sglcache.core.encoding import Format
 from sglcache.core.hashing import block_hash
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import Namespace
+from sglcache.core.l3 import L3Config
 from sglcache.core.snapshot import Snapshot
 from sglcache.errors import ConfigError
-from sglcache.testing.programs import Program, SeededChooser, config
+from sglcache.testing.programs import Program, SeededChooser, settings
 from sglcache.testing.rig import Rig, pack
 from sglcache.units import Tier
 
-MEDIA = ("GPU", "CPU_PINNED")
+MEDIA = ("GPU", "CPU_PINNED", "DISK")
 Blocks = dict[str, set[int]]
+ON_DISK = {"host_pages": 12, "l3": L3Config(tell=True, store_quota=100, part=2)}
 
 
 class Router:
@@ -38,6 +40,8 @@ class Router:
         if event["type"] == "AllBlocksCleared":
             self.blocks = {medium: set() for medium in MEDIA}
             return
+        if event["medium"] == "EXTERNAL":
+            return  # a hint, and in no snapshot
         there = self.blocks[event["medium"]]
         if event["type"] == "BlockRemoved":
             there.difference_update(event["block_hashes"])
@@ -99,7 +103,7 @@ class Show:
 
     def __init__(self, seed: int, **fixed: Any) -> None:
         self.choose = SeededChooser(seed)
-        self.rig = Rig(**{**config(self.choose), "events": True, **fixed})
+        self.rig = Rig(**settings(self.choose, **{"events": True, **fixed}))
         self.program = Program(self.rig)
         self.latecomers: list[Latecomer] = []
         self.confused = Router()  # follows the stream, knows nothing right, and is set right by an announcement
@@ -164,6 +168,8 @@ class Show:
         for _ in range(1000):
             if not self.rig.index.announcing:  # until then everyone has part of it
                 break
+            self.rig.step()
+            self.rig.cut()
             self._announce()
         assert not self.rig.index.announcing, "it announces the same again and again"
         truth = self.truth()
@@ -197,7 +203,7 @@ def play(seed: int, steps: int = 120, **fixed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", [{}, {"cut_slice": 8, "evict_slice": 1}, {"num_pages": 10, "host_pages": 40}], ids=str
+    "variant", [{}, {"cut_slice": 8, "evict_slice": 1}, {"num_pages": 10, "host_pages": 40}, ON_DISK], ids=str
 )
 def test_who_comes_late_ends_up_with_what_the_index_has(variant: dict[str, Any]) -> None:
     for seed in range(120):
