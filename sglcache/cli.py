@@ -175,23 +175,15 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     help="A TOML file; see configs/cpu.toml.",
 )
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
-@click.option("--check", is_flag=True, help="Only check the configuration, and print it as JSON.")
 @click.option("--verbose", "-v", count=True, help="Log who comes and goes; twice, to debug.")
-def serve(file: Path | None, overrides: tuple[str, ...], check: bool, verbose: int) -> int:
-    """Run the daemon: every rank of this host. SIGTERM or Ctrl-C drains and exits 0; a second one exits at once."""
+def serve(file: Path | None, overrides: tuple[str, ...], verbose: int) -> int:
+    """Run the daemon: every rank of this host. SIGTERM or Ctrl-C drains and exits 0; a second one exits at once.
+
+    `sglcache check` says beforehand what it takes.
+    """
     from sglcache import config
 
     settings = config.load(file, overrides)
-    if check:
-        from sglcache.server.plan import plan
-
-        plan(settings)
-        if (key := settings.events.curve_key_file) is not None:
-            from sglcache.net.curve import Curve
-
-            Curve.load(key, settings.events.curve_allow_dir)
-        click.echo(settings.model_dump_json(indent=2))
-        return 0
     import logging
     import time
 
@@ -244,11 +236,17 @@ def _first_screen(info: dict[str, Any], start_s: float) -> str:
 
 def _sizes(geometry: dict[str, Any]) -> dict[str, str]:
     """How big the pools of each tier are that there is."""
-    shard_page_bytes = _page_bytes(geometry)
+    from sglcache.memory.geometry import Geometry
+
+    form = Geometry(**geometry)
+    page_bytes = form.page_bytes
     return {
         tier: f"{pages:,} pages of {geometry['page_size']} tokens: {pages * geometry['page_size']:,} tokens, "
-        f"{_bytes(pages * shard_page_bytes * geometry['num_shards'])}, taken as it is written"
-        for tier, pages in (("device", geometry["num_pages"]), ("host", geometry["host_pages"]))
+        f"{_bytes(pages * page_bytes * pools)}, taken as it is written"
+        for tier, pages, pools in (
+            ("device", form.num_pages, form.num_shards),
+            ("host", form.host_pages, form.num_parts),
+        )
         if pages
     }
 
@@ -274,12 +272,6 @@ def _things_to_try(rank: dict[str, Any]) -> list[str]:
             subscriber += f" --replay-endpoint {replay_endpoint}"
         commands.insert(0, subscriber)
     return commands
-
-
-def _page_bytes(geometry: dict[str, Any]) -> int:
-    from sglcache.memory.geometry import Geometry
-
-    return Geometry(**geometry).page_bytes
 
 
 def _bytes(count: float) -> str:
@@ -589,6 +581,9 @@ bench = Lazy("sglcache.bench.cli:bench", name="bench", help="Measure it: one ben
 cli.add_command(bench)
 cli.add_command(
     Lazy("sglcache.commands.doctor:doctor", name="doctor", help="Look for what keeps others from working with it.")
+)
+cli.add_command(
+    LazyCommand("sglcache.commands.check:check", name="check", help="What a configuration takes, or what is wrong.")
 )
 cli.add_command(
     LazyCommand("sglcache.commands.health:health", name="health", help="Whether every rank serves, for probes.")

@@ -13,7 +13,20 @@ import pytest
 
 from sglcache import cli
 
-COMMANDS = ("bench", "clear", "doctor", "health", "ping", "replay", "serve", "status", "verify", "version", "watch")
+COMMANDS = (
+    "bench",
+    "check",
+    "clear",
+    "doctor",
+    "health",
+    "ping",
+    "replay",
+    "serve",
+    "status",
+    "verify",
+    "version",
+    "watch",
+)
 NEEDS_A_DAEMON = (
     ["health"],
     ["ping"],
@@ -91,10 +104,10 @@ def test_wrong_usage_exits_2() -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_serve_check_prints_the_whole_configuration() -> None:
-    done = run("serve", "--check", "--set", "pool.page_size=64")
+def test_check_prints_the_whole_configuration_for_programs() -> None:
+    done = run("check", "--json", "--set", "pool.page_size=64")
     assert done.returncode == 0
-    config = json.loads(done.stdout)
+    config = json.loads(done.stdout)["config"]
     assert config["pool"]["page_size"] == 64
     assert set(config) >= {"pool", "host", "events", "http", "control", "state", "model_name"}
 
@@ -105,8 +118,8 @@ def test_the_configuration_file_may_be_named_in_the_environment(
     file = tmp_path / "sglcache.toml"
     file.write_text("[pool]\npage_size = 64\n")
     monkeypatch.setenv("SGLCACHE_CONFIG", str(file))
-    done = run("serve", "--check", "--set", "pool.head_dim=8")
-    pool = json.loads(done.stdout)["pool"]
+    done = run("check", "--json", "--set", "pool.head_dim=8")
+    pool = json.loads(done.stdout)["config"]["pool"]
     assert (pool["page_size"], pool["head_dim"]) == (64, 8)
 
 

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": BOTTOM | MIDDLE | {"core", "client", "integrations", "paths", "ranks", "server", "testing"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "ranks", "server", "bench"},
-    "commands": BOTTOM | {"cli", "client", "net", "paths", "ranks"},
+    "commands": BOTTOM | {"cli", "client", "net", "paths", "ranks", "server"},
     "__main__": {"cli"},
 }
 

@@ -182,7 +182,7 @@ FREE_PORTS = ("events.endpoint=tcp://127.0.0.1:0", "events.replay_endpoint=tcp:/
 def serve(folder: Path, *settings: str, check: bool = False) -> subprocess.Popen[str]:
     options = [option for setting in (*FREE_PORTS, *settings) for option in ("--set", setting)]
     return subprocess.Popen(
-        [sys.executable, "-m", "sglcache", "serve", *(["--check"] if check else []), *options],
+        [sys.executable, "-m", "sglcache", "check" if check else "serve", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

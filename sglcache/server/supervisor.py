@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglcache import paths
 from sglcache.config import Config
 from sglcache.errors import ConfigError, SglcacheError, StartError
-from sglcache.memory.geometry import Geometry
 from sglcache.server import doors, room
 from sglcache.server.child import SIGNALS, Child
 from sglcache.server.notify import notify
@@ -92,6 +91,8 @@ class Supervisor:
     async def main(self, ready: Callable[[dict[str, Any]], None]) -> int:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._unexpected)
+        for warning in room.served(self.config, room.machine()):
+            logger.warning("%s", warning)
         with contextlib.ExitStack() as undo:
             socks = self._bind(undo)
             for number in SIGNALS:
@@ -115,7 +116,6 @@ class Supervisor:
             try:
                 await self._until(lambda: self.state == "ok")
                 if self.state == "ok" and not self._stop:
-                    self._weigh()
                     ready(await pages.server_info())
                     notify(f"READY=1\nSTATUS=serving {len(self.children)} ranks")
                     self._watch_silence(loop, set())
@@ -139,11 +139,6 @@ class Supervisor:
             socks.append(undo.enter_context(doors.tcp(http.host, http.port, "http.port")))
             self._url = doors.url(http.host, socks[-1].getsockname()[1])
         return socks
-
-    def _weigh(self) -> None:
-        geometries = [Geometry(**child.facts["geometry"]) for child in self.children if child.facts is not None]
-        if (warning := room.too_little(geometries, room.there())) is not None:
-            logger.warning("%s", warning)
 
     async def _until(self, so: Callable[[], bool]) -> None:
         """Wait for it, for a signal, or for the start to fail."""

@@ -1,36 +1,210 @@
-"""Pools that can't fill up on this host are told of at the start, not hours later."""
+"""Pools that this machine can't have are refused at the start, with what would do, not hours later by the kernel."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from sglcache.config import load
-from sglcache.memory.geometry import Geometry
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglcache.config import Config, load
+from sglcache.errors import ConfigError
 from sglcache.server import room
+from sglcache.server.room import Limit, Machine, Room
+from sglcache.units import Tier
+
+GIB = 1 << 30
+FOUR_RANKS = Path(__file__).parents[2] / "configs" / "dp2-pp2.toml"
+PLENTY = Limit(1 << 50, "RAM")
 
 
-def of_example() -> list[Geometry]:
-    config = load(Path(__file__).parents[2] / "configs" / "dp2-pp2.toml")
-    return [Geometry.of(config.for_stage(pp_rank)) for _, pp_rank in config.parallel.local()]
+def weighed(*overrides: str, file: Path | None = None) -> Room:
+    return room.weigh(load(file, overrides))
 
 
 def test_all_pools_of_all_ranks_count() -> None:
-    assert room.wanted(of_example()) == 10.5 * (1 << 30)
-    shards = Geometry(page_size=4, num_pages=10, num_layers=1, num_kv_heads=2, head_dim=8, num_shards=2, host_pages=5)
-    assert room.wanted([shards]) == (10 + 5) * 2 * 1 * 4 * 2 * 8 * 2
+    four = weighed(file=FOUR_RANKS)
+    assert (four.device_bytes, four.host_bytes, four.ram_bytes) == (3.5 * GIB, 7 * GIB, 10.5 * GIB)
+    shards = weighed("pool.num_kv_heads=2", "pool.num_shards=2", "pool.num_tokens=160", "host.num_tokens=80")
+    assert shards.ram_bytes == (160 + 80) * 2 * 2 * 2 * 32 * 2
+    assert weighed("pool.device=cuda").ram_bytes == weighed().host_bytes
 
 
-def test_too_little_is_told_with_both_numbers_and_the_remedy() -> None:
-    assert room.too_little(of_example(), int(10.5 * (1 << 30))) is None
-    told = room.too_little(of_example(), 8 << 30)
-    assert told is not None
-    assert "10.5 GiB when they are full, and 8.0 GiB are there; lower pool.num_tokens" in told
+def test_replicas_count_each_on_the_device_and_once_on_the_host() -> None:
+    latents = weighed("pool.kv_lora_rank=512", "pool.qk_rope_head_dim=64", "pool.num_shards=8", "pool.num_tokens=16")
+    page = 16 * 2 * 576 * 2
+    assert (latents.device_bytes, latents.host_bytes) == (8 * page, 2 * page)
+    shared = weighed("pool.num_kv_heads=2", "pool.num_shards=8", "pool.num_tokens=16")
+    assert (shared.device_bytes, shared.host_bytes) == (8 * 4096, 2 * 2 * 4096)
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    everything = room.there(limit)
-    assert everything > 1 << 20
-    for text, have in (("max\n", everything), ("1048576\n", 1 << 20), (f"{everything * 2}\n", everything)):
-        limit.write_text(text)
-        assert room.there(limit) == have
+def test_what_decides_is_told_with_its_value() -> None:
+    def bounds(*overrides: str) -> list[str]:
+        (rank,) = weighed(*overrides).ranks
+        return [tier.bound for tier in rank.tiers]
+
+    assert bounds() == ["pool.num_tokens = 1048576", "host.pool_ratio = 2.0"]
+    assert bounds("pool.size=1 GB", "host.num_tokens=64") == ['pool.size = "1 GB"', "host.num_tokens = 64"]
+    assert bounds("host.size=1 GiB")[1] == 'host.size = "1 GiB"'
+    assert len(bounds("host.pool_ratio=0")) == 1
+
+
+def test_a_stages_error_is_told_by_its_stage() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.stages\.1: pool\.size: 1 bytes hold 0 pages") as caught:
+        weighed("parallel.pp_size=2", "parallel.stages=[{}, {size = '1 B'}]")
+    assert caught.value.path == "parallel.stages.1"
+
+
+# -- refusals -----------------------------------------------------------------------------------------------
+
+
+def test_too_little_is_told_with_all_numbers_and_the_remedy() -> None:
+    four = weighed(file=FOUR_RANKS)
+    four.refuse(Machine(Limit(int(10.5 * GIB), "RAM")))
+    with pytest.raises(ConfigError) as caught:
+        four.refuse(Machine(Limit(8 * GIB, "RAM")))
+    assert caught.value.message == (
+        "the pools of 4 ranks take 11.27 GB (10.5 GiB) when they are full (device 3.758 GB (3.5 GiB), host 7.516 GB "
+        "(7 GiB)), and RAM is 8.59 GB (8 GiB), 2.684 GB (2.5 GiB) less; write host.num_tokens = 42128 at most, or "
+        "raise the limit"
+    )
+    facts = caught.value.facts
+    assert (facts["path"], facts["need"], facts["have"]) == ("host.pool_ratio", int(10.5 * GIB), 8 * GIB)
+
+
+@given(
+    ram=st.integers(1 << 20, 1 << 36),
+    tokens=st.integers(16, 1 << 24),
+    host=st.sampled_from(["host.pool_ratio=0", "host.pool_ratio=1.5", "host.num_tokens=4096", "host.size=100 MB"]),
+    more=st.sampled_from([[], ["parallel.dp_size=3"], ["pool.kv_lora_rank=64", "pool.qk_rope_head_dim=0"]]),
+    by_size=st.booleans(),
+)
+def test_what_is_told_to_write_instead_is_enough(
+    ram: int, tokens: int, host: str, more: list[str], by_size: bool
+) -> None:
+    pool = f"pool.size={tokens * 300} B" if by_size else f"pool.num_tokens={tokens}"
+    overrides, there = [pool, host, *more], Machine(Limit(ram, "RAM"))
+    try:
+        weighed(*overrides).refuse(there)
+    except ConfigError as exc:
+        if "hold 0 pages" in exc.message or "not one page" in exc.message:
+            return
+        told = re.search(r"write (.*) at most", exc.message)
+        assert told is not None
+        instead = [each.replace(" = ", "=", 1) for each in told[1].split(" and ")]
+        kept = [each for each in overrides if each.partition("=")[0] not in ("host.num_tokens", "host.size")]
+        if instead[0].startswith("pool."):
+            kept = [each for each in overrides if each is not pool]
+        if instead[-1].startswith("host.size"):
+            kept = [each for each in kept if not each.startswith("host.num_tokens")]
+        weighed(*kept, *instead).refuse(there)
+
+
+def test_a_cgroups_limit_is_for_what_the_daemon_writes() -> None:
+    four = weighed(file=FOUR_RANKS)
+    cgroup = Limit(6 * GIB, "/sys/fs/cgroup/memory.max")
+    with pytest.raises(ConfigError, match=r"take 7\.516 GB .*, and /sys/fs/cgroup/memory\.max is 6\.442 GB") as caught:
+        four.refuse(Machine(PLENTY, cgroup))
+    assert caught.value.limit == cgroup.name
+    between = Machine(PLENTY, cgroup._replace(num_bytes=8 * GIB))
+    four.refuse(between)
+    (warning,) = four.warnings(between)
+    assert "11.27 GB (10.5 GiB) when they are full, and /sys/fs/cgroup/memory.max is 8.59 GB (8 GiB)" in warning
+    assert four.warnings(Machine(PLENTY, cgroup._replace(num_bytes=11 * GIB))) == []
+
+
+def test_little_locked_memory_is_told_of_where_memory_is_pinned() -> None:
+    there = Machine(PLENTY, memlock=Limit(8 << 20, "RLIMIT_MEMLOCK"))
+    assert weighed().warnings(there) == []
+    (warning,) = weighed("pool.device=cuda").warnings(there)
+    assert "pins 536.9 MB (512 MiB), and RLIMIT_MEMLOCK is 8.389 MB (8 MiB)" in warning
+    assert "ulimit -l unlimited" in warning
+    assert weighed("pool.device=cuda", "host.size=8 MiB").warnings(there) == []
+
+
+def test_stages_of_different_sizes_are_told_which_counts() -> None:
+    stages = "parallel.stages=[{num_tokens = 320}, {num_tokens = 160}]"
+    (warning,) = weighed("parallel.pp_size=2", stages).warnings(Machine(PLENTY))
+    assert "so 160, rank 1's, is what counts" in warning
+
+
+def test_cards_are_weighed_and_not_served() -> None:
+    there = Machine(PLENTY)
+    with pytest.raises(ConfigError, match=r'pool\.device = "cuda".*no pools on cards') as caught:
+        room.served(load(None, ["pool.device=cuda"]), there)
+    assert caught.value.path == "pool.device"
+    assert room.served(Config(), there) == []
+    with pytest.raises(ConfigError, match="RAM is 1 B"):
+        room.served(Config(), Machine(Limit(1, "RAM")))
+
+
+# -- what there is ------------------------------------------------------------------------------------------
+
+
+def put(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_without_cgroups_the_rams_size_is_all_that_is_known(tmp_path: Path) -> None:
+    there = room.machine(tmp_path)
+    assert there.ram.num_bytes > 1 << 20
+    assert there.cgroup is None
+
+
+@pytest.mark.parametrize(
+    ("line", "base", "name", "none"),
+    [
+        ("0::/a/b", "sys/fs/cgroup", "memory.max", "max"),
+        ("0::/a/b", "sys/fs/cgroup/unified", "memory.max", "max"),
+        ("4:memory:/a/b", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "9223372036854771712"),
+        ("7:cpu,memory:/a/b", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "9223372036854771712"),
+    ],
+)
+def test_the_least_limit_of_our_cgroup_and_those_above_it_counts(
+    tmp_path: Path, line: str, base: str, name: str, none: str
+) -> None:
+    put(tmp_path, "proc/self/cgroup", f"9:name=systemd:/\n{line}\n")
+    put(tmp_path, f"{base}/a/b/{name}", none + "\n")
+    assert room.machine(tmp_path).cgroup is None
+    put(tmp_path, f"{base}/a/{name}", f"{3 << 30}\n")
+    assert room.machine(tmp_path).cgroup == (3 << 30, f"/{base}/a/{name}")
+    put(tmp_path, f"{base}/a/b/{name}", f"{2 << 30}\n")
+    assert room.machine(tmp_path).cgroup == (2 << 30, f"/{base}/a/b/{name}")
+    put(tmp_path, f"{base}/{name}", f"{1 << 30}\n")  # as a container sees its own
+    assert room.machine(tmp_path).cgroup == (1 << 30, f"/{base}/{name}")
+    put(tmp_path, f"sys/fs/cgroup/elsewhere/{name}", "1\n")
+    assert room.machine(tmp_path).cgroup == (1 << 30, f"/{base}/{name}")
+
+
+@pytest.mark.parametrize(("capabilities", "limited"), [("0000000000000000", True), ("0000000000004000", False)])
+def test_who_may_lock_memory_has_no_limit(
+    tmp_path: Path, capabilities: str, limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "proc/self/status", f"Name:\tx\nCapEff:\t{capabilities}\n")
+    monkeypatch.setattr(room.resource, "getrlimit", lambda which: (8 << 20, 16 << 20))
+    memlock = room.machine(tmp_path).memlock
+    assert memlock == ((8 << 20, "RLIMIT_MEMLOCK") if limited else None)
+    monkeypatch.setattr(room.resource, "getrlimit", lambda which: (room.resource.RLIM_INFINITY,) * 2)
+    assert room.machine(tmp_path).memlock is None
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1 << 10, "1.024 kB (1 KiB)"),
+        (112 * 10**9, "112 GB (104.3 GiB)"),
+    ],
+)
+def test_bytes_are_told_in_both_kinds_of_units(num_bytes: int, text: str) -> None:
+    assert room.told(num_bytes).startswith(text)
+
+
+def test_a_tiers_bytes_are_those_of_all_its_pools() -> None:
+    (rank,) = weighed("pool.num_kv_heads=4", "pool.num_shards=2").ranks
+    assert rank.num_bytes(Tier.DEVICE) == 2 * rank.geometry.pool_bytes
+    assert rank.num_bytes(Tier.HOST) == 2 * rank.geometry.host_pool_bytes
