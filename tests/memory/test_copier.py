@@ -204,12 +204,13 @@ def test_an_idle_copier_keeps_no_pool_mapped(copier: Copier, answers: SimpleQueu
     assert mapped("test-idle-a") == mapped("test-idle-b") == 0
 
 
-@pytest.mark.parametrize("operation", ["take", "put"])
+@pytest.mark.parametrize("operation", ["take", "get", "put"])
 def test_numpy_lets_go_of_the_lock_while_pages_move(pool: Make, operation: str) -> None:
     """The loop's thread turns while the copier is inside a numpy call: law 2 counts on it."""
     index = np.arange(8, dtype=np.int32)
     pools = (pool(name, 8, 1 << 20) for name in "ab")
     src, dst = (it.rows(it.placement.page()) for it in pools)
+    strided = np.ndarray(8, "V1048575", src.data, 1, src.strides)
     turned, asleep = threading.Event(), threading.Event()
 
     def turn() -> None:
@@ -228,6 +229,8 @@ def test_numpy_lets_go_of_the_lock_while_pages_move(pool: Make, operation: str) 
         for _ in range(1000):
             if operation == "take":
                 np.take(src, index, out=dst, mode="clip")
+            elif operation == "get":
+                strided[index]
             else:
                 dst[index] = src
             if turned.is_set():
