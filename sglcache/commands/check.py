@@ -68,7 +68,7 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine) -> dict[s
                 "token_bytes": rank.geometry.token_bytes,
                 "page_bytes": rank.geometry.page_bytes,
                 "tiers": {
-                    tier.tier.name.lower(): {**tier._asdict(), "tier": tier.tier.medium, "num_bytes": tier.num_bytes}
+                    tier.tier.name.lower(): {**tier._asdict(), "tier": tier.tier.name, "num_bytes": tier.num_bytes}
                     for tier in rank.tiers
                 },
             }

@@ -134,6 +134,13 @@ def test_moves_are_every_piece_once_in_either_pool_whole_or_by_layer(geometry: G
         assert len(found) == 1
 
 
+def test_what_adjoins_in_one_page_only_is_not_joined() -> None:
+    """A buffer that neither layout makes: the second piece begins where the first ends, and its pages lie elsewhere."""
+    odd = Placement(2, ((Region(0, 100, 4), Region(4, 8, 4)),))
+    assert moves(odd, odd) == [(region, region) for region in odd.layers[0]]
+    assert odd.ranges(1) == [(100, 104), (12, 16)]
+
+
 def test_pools_of_other_pieces_are_not_copied() -> None:
     with pytest.raises(ValueError, match="pages of 8 bytes to pages of 16"):
         moves(Placement.whole(4, 8), Placement.whole(4, 16))
