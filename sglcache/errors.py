@@ -130,6 +130,12 @@ class TransferError(SglcacheError):
     code = "transfer"
 
 
+class StorageError(SglcacheError):
+    """The third tier failed at something. Pages are missed for it, and computed again."""
+
+    code = "storage"
+
+
 class ClosedError(SglcacheError):
     """The object was closed (or belongs to the parent of this forked process)."""
 
@@ -140,7 +146,8 @@ _BY_CODE = {
     kind.code: kind
     for kind in (
         SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, DoubleFree, ProtocolError, NoSpace,
-        UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, ClosedError,
+        UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, StorageError,
+        ClosedError,
     )
 }  # fmt: skip
 

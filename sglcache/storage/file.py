@@ -1,0 +1,562 @@
+"""The embedded third tier: a file a page, in a folder that this store alone has.
+
+    PATH/lock                      held while the store is open: a second one on the folder is refused
+    PATH/IDENTITY/index.db         the catalog, which may be lost (catalog.py)
+    PATH/IDENTITY/ab/abcdef...     a page by its digest, in one of 256 folders; `.tmp` behind it while it is written
+
+**What it holds is what its files are.** A page is written beside its place and renamed into it, so a file that has its
+name is whole unless the machine lost power, and then its hashes say so. At open the names on the disk are held against
+the catalog: what it lacks is read from the file's header, what has no file is forgotten, and what was half written, is
+damaged, or hangs on a page that is not there, is swept. Then the store is closed under the page before: parents are
+there, and remain so but for a page whose file went bad. A bad file costs its one page.
+
+**Exact.** It knows its pages in memory, and `removed` tells of each that goes, whichever way.
+
+**The cap** is of all files below PATH. At the cap a batch goes, down to the low-water mark: first what is of other
+identities, which can't hit now (a model that is served no more), then the least recently used of its own (order.py). A
+disk that is full before the cap is reached is a smaller cap.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sglcache.errors import BadRequest, StartError, StorageError
+from sglcache.storage.catalog import Catalog, Entry
+from sglcache.storage.disk import Buffer, Disk
+from sglcache.storage.host import HostPages
+from sglcache.storage.order import NONE, Order
+from sglcache.storage.page import MAX_HEADER_BYTES, Form, Found, Identity, Reason, Run, packed, unpacked
+from sglcache.storage.store import Got, Put, Stats, Stop
+
+log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 4096  # a file takes whole ones
+LOW_WATER = 0.95  # of the cap
+SLICE = 256  # pages of a listing at a time
+HEAD_BYTES = 4096  # of a file, at first, for its header
+TEMPORARY = ".tmp"
+
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+# The page is as good as it was: it is the process that can't read it now.
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ENOBUFS}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class FileStore:
+    """A `Store` in a folder. `max_bytes` is the cap on all files in it."""
+
+    name = "file"
+    exact = True
+
+    def __init__(
+        self,
+        path: Path,
+        identity: Identity,
+        pages: HostPages,
+        *,
+        max_bytes: int,
+        low_water: float = LOW_WATER,
+        disk: Disk | None = None,
+    ) -> None:
+        if pages.payload_bytes != identity.payload_bytes:
+            raise BadRequest(f"pages of {pages.payload_bytes} bytes, and an identity of {identity.payload_bytes}")
+        self.path = path
+        self.form = Form(identity)
+        self.max_bytes = max_bytes
+        self.low_bytes = int(max_bytes * low_water)
+        self._pages = pages
+        self._disk = disk or Disk()
+        self._own = path / self.form.fingerprint.hex()
+        self._order = Order(self.form.digest_bytes)
+        self._catalog = Catalog(self._own / "index.db")
+        # Around the order: calls of no more than some hundred rows, and never a file.
+        self._lock = threading.Lock()
+        self._next = 1  # number of a page in the catalog
+        self._others: list[tuple[str, int]] = []  # files of other identities and their bytes; the oldest is last
+        self._others_bytes = 0
+        self._evicted = self._discarded = 0
+        self._lock_fd = -1
+
+    # -- opening and closing ----------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the folder and find again what is in it. StartError: another has it, or it can't be written."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take()
+            self._own.mkdir(mode=0o700, exist_ok=True)
+            self._own.chmod(0o700)
+            (self._own / "identity.json").write_bytes(
+                msgspec.json.format(msgspec.json.encode(self.form.identity)) + b"\n"
+            )
+            self._find()
+            self._find_others()
+        except OSError as exc:
+            self.close()
+            raise StartError(
+                f"storage: {self.path} can't be used ({exc.strerror or exc}); give storage.path a folder that "
+                "this user may write",
+                path="storage.path",
+            ) from exc
+        except BaseException:
+            self.close()
+            raise
+        self._make_room(0, [])
+        self._catalog.flush()
+
+    def _take(self) -> None:
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise StartError(
+                f"storage: {self.path} is in use (process {holder}); give each daemon, and each rank, a "
+                "storage.path of its own",
+                path="storage.path",
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = fd
+
+    def _find(self) -> None:
+        """Bring catalog and files together."""
+        there: dict[bytes, None] = {}
+        name = re.compile(f"[0-9a-f]{{{2 * self.form.digest_bytes}}}")
+        with os.scandir(self._own) as folders:
+            names = sorted(folder.name for folder in folders if len(folder.name) == 2 and folder.is_dir())
+        for folder in names:
+            with os.scandir(self._own / folder) as files:
+                for file in files:
+                    stem = file.name.removesuffix(TEMPORARY)
+                    if name.fullmatch(stem) is None or stem[:2] != folder or not file.is_file(follow_symlinks=False):
+                        continue
+                    if stem != file.name:
+                        self._sweep(file.path)
+                    else:
+                        there[bytes.fromhex(stem)] = None
+        entries = self._catalog.open()
+        known: list[Entry] = []
+        gone: list[int] = []
+        for entry in entries:
+            if entry.digest in there and self._proven(entry):
+                del there[entry.digest]
+                known.append(entry)
+            else:
+                gone.append(entry.number)
+        for number in gone:
+            self._catalog.remove(number)
+        self._next = max((entry.number for entry in entries), default=0) + 1
+        used = max((entry.used for entry in known), default=0)
+        if there:
+            log.info("%s: reading the headers of %d pages that its index does not have", self.path, len(there))
+        known += self._read_headers(list(there), used)
+        self._build(known)
+
+    def _proven(self, entry: Entry) -> bool:
+        try:
+            # A digest is of 128 bits or more; a type that is not bytes, or a number that is none, is damage as well.
+            return entry.num_bytes > 0 <= entry.used and self.form.holds(
+                unpacked(entry.namespace), entry.digest, entry.before, entry.tokens
+            )
+        except (StorageError, TypeError, ValueError):
+            return False
+
+    def _read_headers(self, digests: list[bytes], used: int) -> list[Entry]:
+        """The pages of these files, the oldest first; what is none is swept."""
+        found: list[tuple[int, bytes, Found, int]] = []
+        for digest in digests:
+            path = self._file(digest)
+            try:
+                header, num_bytes = self._header(path)
+                if header.digest != digest or num_bytes != header.header_bytes + self.form.payload_bytes:
+                    raise StorageError("the file is not what its name and header say", reason="corrupt")
+                found.append((os.stat(path).st_mtime_ns, digest, header, num_bytes))
+            except (StorageError, OSError) as exc:
+                log.warning("%s is no page (%s); it is removed", path, exc)
+                self._sweep(path)
+                self._discarded += 1
+        found.sort(key=lambda each: each[0])
+        entries = []
+        for _, digest, header, num_bytes in found:
+            used += 1
+            entry = Entry(
+                self._next, digest, header.before, packed(header.namespace), header.tokens, _blocks(num_bytes), used
+            )
+            self._next += 1
+            self._catalog.add(entry)
+            if self._catalog.late:
+                self._catalog.flush()
+            entries.append(entry)
+        return entries
+
+    def _header(self, path: str) -> tuple[Found, int]:
+        """A file's header, and the file's size."""
+        want = HEAD_BYTES
+        while True:
+            start, num_bytes = self._disk.head(path, want)
+            try:
+                return self.form.read(start), num_bytes
+            except StorageError as exc:
+                longer = exc.facts.get("want", 0)
+                if longer <= want:
+                    raise
+                want = longer
+
+    def _build(self, entries: list[Entry]) -> None:
+        """Put the pages in order, parents first. What has no parent is swept: nobody can come to it."""
+        waiting: dict[bytes, list[Entry]] = {}
+        order = self._order
+        for entry in entries:
+            ready = [entry]
+            while ready:
+                each = ready.pop()
+                parent = NONE if each.before is None else order.row(each.before)
+                if each.before is not None and parent == NONE:
+                    waiting.setdefault(each.before, []).append(each)
+                elif each.digest not in order:
+                    order.add(each.digest, parent, each.num_bytes, each.number, each.used)
+                    ready += waiting.pop(each.digest, ())
+        for orphans in waiting.values():
+            for entry in orphans:
+                self._sweep(self._file(entry.digest))
+                self._catalog.remove(entry.number)
+                self._discarded += 1
+
+    def _find_others(self) -> None:
+        """The files of other identities, which count, and go first."""
+        found: list[tuple[int, str, int]] = []
+        with os.scandir(self.path) as folders:
+            others = [f.path for f in folders if _FOLDER.fullmatch(f.name) and f.is_dir(follow_symlinks=False)]
+        for folder in others:
+            if folder == str(self._own):
+                continue
+            for place, _, names in os.walk(folder):
+                for name in names:
+                    path = os.path.join(place, name)
+                    try:
+                        status = os.lstat(path)
+                    except OSError:
+                        continue
+                    found.append((status.st_mtime_ns, path, _blocks(status.st_size)))
+        found.sort(reverse=True)
+        self._others = [(path, num_bytes) for _, path, num_bytes in found]
+        self._others_bytes = sum(num_bytes for _, num_bytes in self._others)
+
+    def close(self) -> None:
+        """Write the catalog down and let go of the folder. Harmless when repeated."""
+        self._catalog.close()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    # -- the work ---------------------------------------------------------------------------------------
+
+    def exists(self, run: Run) -> int:
+        """How many leading pages it has. From memory."""
+        order, form = self._order, self.form
+        with self._lock:
+            num_pages = form.num_pages(run)
+            for page in range(num_pages):
+                if form.digest(run, page) not in order:
+                    return page
+        return num_pages
+
+    def put(self, run: Run, slots: Sequence[int], stop: Stop) -> Put:
+        """Store these pages, up to the first that fails; what is there is not written again."""
+        form, name = self.form, packed(run.namespace)
+        mask = bytearray(form.num_pages(run))
+        removed: list[bytes] = []
+        rows = array("q")
+        new = 0
+        reason: Reason | None = None
+        with self._lock:
+            tick = self._order.tick = self._order.tick + 1
+            row = NONE if run.before is None else self._order.row(run.before)
+        for page in range(len(mask)):
+            digest, parent = form.digest(run, page), row
+            row = self._order.row(digest)
+            if row == NONE:
+                if stop():
+                    reason = "cancelled"
+                elif parent == NONE and form.before(run, page) is not None:
+                    reason = "orphan"
+                else:
+                    reason = self._write(run, page, name, self._pages.views(slots[page]), parent, tick, removed)
+                if reason is not None:
+                    break
+                row = self._order.row(digest)
+                new += 1
+            else:
+                rows.append(row)
+            mask[page] = 1
+        self._use(rows, tick)
+        if self._catalog.late:
+            self._catalog.flush()
+        return Put(bytes(mask), new, b"".join(removed), reason)
+
+    def _write(
+        self, run: Run, page: int, name: bytes, payload: list[memoryview], parent: int, tick: int, removed: list[bytes]
+    ) -> Reason | None:
+        """Make the file of one page that is not there. Why not; None: it is there, and known."""
+        form = self.form
+        digest, before = form.digest(run, page), form.before(run, page)
+        header = form.seal(form.prefix(run, page, name), payload)
+        num_bytes = _blocks(len(header) + form.payload_bytes)
+        if len(header) > MAX_HEADER_BYTES or not self._make_room(num_bytes, removed, parent):
+            return "full"
+        path = self._file(digest)
+        parts: list[Buffer] = [header, *payload]
+        try:
+            try:
+                self._place(path, parts)
+            except OSError as exc:
+                if exc.errno not in _NO_ROOM or not self._make_room(
+                    self.max_bytes - self.low_bytes, removed, parent, 0
+                ):
+                    raise
+                self._place(path, parts)
+        except OSError as exc:
+            log.warning("%s can't be written (%s)", path, exc.strerror or exc)
+            self._sweep(path + TEMPORARY)
+            return "full" if exc.errno in _NO_ROOM else "failed"
+        entry = Entry(self._next, digest, before, name, form.tokens(run, page), num_bytes, tick)
+        self._next += 1
+        with self._lock:
+            self._order.add(digest, parent, num_bytes, entry.number, tick)
+        self._catalog.add(entry)
+        return None
+
+    def _place(self, path: str, parts: Sequence[Buffer]) -> None:
+        temporary = path + TEMPORARY
+        try:
+            self._disk.write(temporary, parts)
+        except FileNotFoundError:  # the first page of its folder
+            self._disk.mkdir(os.path.dirname(path))
+            self._disk.write(temporary, parts)
+        try:
+            self._disk.rename(temporary, path)
+        except IsADirectoryError:
+            self._disk.unlink(path)
+            self._disk.rename(temporary, path)
+
+    def get(self, run: Run, slots: Sequence[int], stop: Stop) -> Got:
+        """Read pages into their slots, up to the first that is not right."""
+        form, name = self.form, packed(run.namespace)
+        num_pages = form.num_pages(run)
+        header = bytearray(form.header_bytes(run.namespace))
+        more = bytearray(1)  # a file that is longer than its page is none
+        rows = array("q")
+        got = Got(num_pages)
+        for page in range(num_pages):
+            digest = form.digest(run, page)
+            row = self._order.row(digest)
+            if row == NONE or stop():
+                got = Got(page, "missing" if row == NONE else "cancelled")
+                break
+            payload = self._pages.views(slots[page])
+            try:
+                num_bytes = self._disk.read(self._file(digest), [header, *payload, more])
+            except OSError as exc:
+                got = Got(page, *self._unreadable(digest, exc))
+                break
+            reason: Reason | None = "short"
+            if num_bytes >= len(header) + form.payload_bytes:
+                reason = form.check(form.prefix(run, page, name), bytes(header), payload)
+                if reason is None and num_bytes > len(header) + form.payload_bytes:
+                    reason = "corrupt"
+            if reason is not None:
+                got = Got(page, "foreign") if self._collides(run, page) else Got(page, reason, digest)
+                log.warning("page %s is not what it should be: %s", digest.hex(), got.reason)
+                break
+            rows.append(row)
+        with self._lock:
+            tick = self._order.tick = self._order.tick + 1
+        self._use(rows, tick)
+        return got
+
+    def _unreadable(self, digest: bytes, exc: OSError) -> tuple[Reason, bytes]:
+        log.warning("page %s can't be read (%s)", digest.hex(), exc.strerror or exc)
+        if exc.errno in _PASSING:
+            return "failed", b""
+        return "missing" if exc.errno == errno.ENOENT else "failed", digest
+
+    def _collides(self, run: Run, page: int) -> bool:
+        """Whether the file is a page of this digest, and not a bad one, but of other tokens or another namespace."""
+        digest = self.form.digest(run, page)
+        try:
+            found = self._header(self._file(digest))[0]
+        except (StorageError, OSError):
+            return False
+        asked = (run.namespace, self.form.before(run, page), self.form.tokens(run, page))
+        return found.digest == digest and (found.namespace, found.before, found.tokens) != asked
+
+    def discard(self, digest: bytes) -> bytes:
+        """Throw a bad page away. Its file may be there still, if the disk does not let go of it."""
+        with self._lock:
+            row = self._order.row(digest)
+            if row == NONE:
+                return b""
+            self._catalog.remove(self._order.number(row))
+            self._order.remove(row)
+        self._sweep(self._file(digest))
+        self._discarded += 1
+        return digest
+
+    def listing(self) -> Iterator[list[Run]]:
+        """All pages, parents first, in runs as long as they come. From any thread, at any time."""
+        with self._lock:
+            rows = self._order.by_number()
+            numbers = [self._order.number(row) for row in rows]
+        told: set[int] = set()  # numbers
+        for first in range(0, len(rows), SLICE):
+            here: list[tuple[int, int]] = []  # row, number
+            with self._lock:
+                for row, number in zip(rows[first : first + SLICE], numbers[first : first + SLICE], strict=True):
+                    chain: list[tuple[int, int]] = []
+                    while row >= 0 and number and self._order.number(row) == number and number not in told:
+                        chain.append((row, number))
+                        told.add(number)
+                        row = self._order.parent(row)  # it came later, where it was lost and put again
+                        number = self._order.number(row) if row >= 0 else 0
+                    here += reversed(chain)
+                digests = {number: self._order.digest(row) for row, number in here}
+            if here and (runs := self._runs([number for _, number in here], digests)):
+                yield runs
+
+    def _runs(self, numbers: list[int], digests: dict[int, bytes]) -> list[Run]:
+        """These pages as runs. One that has gone meanwhile, or whose file says nothing any more, is left out."""
+        found: dict[int, Entry] = {}
+        for start in range(0, len(numbers), SLICE):
+            found |= self._catalog.find(numbers[start : start + SLICE])
+        runs: list[Run] = []
+        parts: list[Entry] = []
+
+        def finish() -> None:
+            if parts:
+                keys = self.form.keys
+                tokens = b"".join(
+                    [*(part.tokens[: keys.page_bytes] for part in parts), parts[-1].tokens[keys.page_bytes :]]
+                )
+                joined = b"".join(part.digest for part in parts)
+                runs.append(Run(unpacked(parts[0].namespace), parts[0].before, joined, tokens))
+                parts.clear()
+
+        for number in numbers:
+            entry = found.get(number)
+            if entry is None or entry.digest != digests[number]:
+                entry = self._entry(number, digests[number])
+            if entry is None:
+                continue
+            if parts and entry.before != parts[-1].digest:
+                finish()
+            parts.append(entry)
+        finish()
+        return runs
+
+    def _entry(self, number: int, digest: bytes) -> Entry | None:
+        """As the file's header has it: the catalog is lost."""
+        try:
+            header, num_bytes = self._header(self._file(digest))
+        except (StorageError, OSError):
+            return None
+        return Entry(number, digest, header.before, packed(header.namespace), header.tokens, num_bytes, 0)
+
+    def clear(self) -> bytes:
+        """Remove every page of this identity; their digests, children first."""
+        with self._lock:
+            rows = self._order.by_number()
+        removed = []
+        for row in reversed(rows):
+            with self._lock:
+                digest = self._order.remove(row)
+            self._sweep(self._file(digest))
+            removed.append(digest)
+        self._catalog.clear()
+        return b"".join(removed)
+
+    def stats(self) -> Stats:
+        with self._lock:
+            order = self._order
+            used = order.num_bytes + self._others_bytes
+            return Stats(len(order), used, self.max_bytes, self._evicted, self._discarded)
+
+    # -- room -------------------------------------------------------------------------------------------
+
+    def _make_room(self, num_bytes: int, removed: list[bytes], keep: int = NONE, used: int | None = None) -> bool:
+        """See to it that so many bytes more are within the cap; `removed` gets what went. Whether they are.
+
+        `keep` is the page that something is about to hang on. With `used` the disk is full before the cap is reached:
+        so many bytes are to go.
+        """
+        total = self._order.num_bytes + self._others_bytes
+        limit, low = self.max_bytes - num_bytes, self.low_bytes - num_bytes
+        if used is not None:
+            limit = low = total - num_bytes
+        if total <= limit:
+            return True
+        if num_bytes > self.max_bytes:
+            return False
+        before = total
+        while total > low:
+            if self._others:
+                path, other_bytes = self._others.pop()
+                self._others_bytes -= other_bytes
+                self._sweep(path)
+                _rmdirs(path, self.path)
+            else:
+                with self._lock:
+                    row = self._order.victim(keep)
+                    if row == NONE:
+                        break
+                    self._catalog.remove(self._order.number(row))
+                    digest = self._order.remove(row)
+                self._sweep(self._file(digest))
+                removed.append(digest)
+                self._evicted += 1
+            total = self._order.num_bytes + self._others_bytes
+        return total <= limit or (used is not None and total < before)
+
+    def _use(self, rows: array[int], tick: int) -> None:
+        if rows:
+            with self._lock:
+                self._order.use(rows, tick)
+                numbers = [self._order.number(row) for row in rows]
+            self._catalog.use(numbers, tick)
+
+    def _sweep(self, path: str) -> None:
+        try:
+            self._disk.unlink(path)
+        except OSError as exc:
+            log.warning("%s can't be removed (%s)", path, exc.strerror or exc)
+
+    def _file(self, digest: bytes) -> str:
+        name = digest.hex()
+        return f"{self._own}/{name[:2]}/{name}"
+
+
+def _blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _rmdirs(path: str, root: Path) -> None:
+    """Remove the folders that a file has left empty, up to the root."""
+    folder = Path(path).parent
+    while folder != root and root in folder.parents:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+        folder = folder.parent

@@ -1,0 +1,731 @@
+"""The embedded store: what was put comes back, what is wrong is one page's miss, and the folder is the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from shelf import (
+    EACCES,
+    EIO,
+    EMFILE,
+    ENOSPC,
+    EROFS,
+    PAGE,
+    Crash,
+    FailingDisk,
+    bytes_of,
+    failing,
+    file_store,
+    files,
+    fill,
+    held,
+    identity,
+    memory,
+    never,
+    pages_of,
+    run,
+    write,
+)
+
+from sglcache.core.key import ROOT, Namespace
+from sglcache.errors import BadRequest, StartError
+from sglcache.storage.file import BLOCK_BYTES, FileStore
+from sglcache.storage.host import HostPages, Piece
+from sglcache.storage.page import Run
+
+LONG = range(100, 100 + 8 * PAGE)  # eight pages
+
+
+def put(store: FileStore, it: Run) -> bytes:
+    return store.put(it, write(store._pages, it, store.form.digest_bytes), never).mask
+
+
+def right(store: FileStore, it: Run) -> int:
+    """Leading pages that come back with their bytes."""
+    pages = store._pages
+    for slot in range(pages.num_pages):
+        fill(pages, slot, bytes(pages.payload_bytes))
+    got = store.get(it, range(pages.num_pages), never)
+    for slot, digest in enumerate(pages_of(it, store.form.digest_bytes)[: got.num_pages]):
+        assert held(pages, slot) == bytes_of(digest, pages.payload_bytes)
+    return got.num_pages
+
+
+def listed(store: FileStore) -> list[bytes]:
+    """Digests as the listing tells them, parents first; each run is held against its tokens."""
+    size, keys, told = store.form.digest_bytes, store.form.keys, []
+    for runs in store.listing():
+        for it in runs:
+            before = it.before
+            for page, digest in enumerate(pages_of(it, size)):
+                assert before is None or before in told, "a page was told of before its parent"
+                tokens = it.tokens[page * keys.page_bytes :][: keys.span]
+                assert store.form.holds(it.namespace, digest, before, tokens)
+                told.append(digest)
+                before = digest
+    assert len(set(told)) == len(told)
+    return told
+
+
+# -- what is put comes back ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hash_name", ["xxh3_128", "sha256"])
+@pytest.mark.parametrize("bigram", [False, True])
+@pytest.mark.parametrize("space", [ROOT, Namespace("l", "", "s"), Namespace(None, "x" * 9000, None)])
+def test_what_is_put_comes_back_also_after_a_restart(
+    tmp_path: Path, hash_name: str, bigram: bool, space: Namespace
+) -> None:
+    who = identity(hash_name=hash_name, bigram=bigram)
+    it = run(LONG, space, hash_name=hash_name, bigram=bigram)
+    num_pages = 7 if bigram else 8
+    for lost in (False, True):
+        store = file_store(tmp_path, memory(), identity=who)
+        assert put(store, it) == b"\1" * num_pages
+        assert store.exists(it) == right(store, it) == num_pages
+        store.close()
+        if lost:
+            (index,) = tmp_path.glob("*/index.db")
+            index.unlink()
+        store = file_store(tmp_path, memory(), identity=who)
+        assert store.exists(it) == right(store, it) == num_pages
+        assert listed(store) == pages_of(it, store.form.digest_bytes)
+        assert b"".join(part.tokens for runs in store.listing() for part in runs) == it.tokens
+        store.close()
+
+
+def test_a_page_of_many_pieces_is_stored_in_their_order(tmp_path: Path) -> None:
+    """layer_first: two regions (shards), in each two layers, each with all its pages."""
+    regions = [bytearray(os.urandom(8 * 2 * 10)) for _ in range(2)]
+    pieces = [Piece(shard, layer * 80, 10, 10) for shard in range(2) for layer in range(2)]
+    pages = HostPages(8, [memoryview(region) for region in regions], pieces)
+    store = file_store(tmp_path, pages, identity=identity(payload_bytes=40))
+    it, before = run(range(PAGE)), held(pages, 3)
+    assert before == b"".join(bytes(region[at : at + 10]) for region in regions for at in (30, 110))
+    assert store.put(it, [3], never).mask == b"\1"
+    assert store.get(it, [5], never).num_pages == 1
+    assert held(pages, 5) == before
+    store.close()
+
+
+def test_a_part_of_a_prompt_is_put_and_found_behind_its_parent(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    assert put(store, run(LONG[: 3 * PAGE])) == b"\1\1\1"
+    rest = run(LONG, skip=3)
+    assert put(store, rest) == b"\1" * 5
+    assert (store.exists(rest), right(store, rest), right(store, run(LONG))) == (5, 5, 8)
+    assert listed(store) == pages_of(run(LONG))
+    store.close()
+
+
+def test_a_page_without_the_one_before_it_is_not_stored(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    it = run(LONG, skip=2)
+    done = store.put(it, write(store._pages, it), never)
+    assert (done.mask, done.reason, store.stats().num_pages) == (bytes(6), "orphan", 0)
+    store.close()
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    before = {path: path.stat().st_mtime_ns for path in files(tmp_path)}
+    longer = run(range(100, 100 + 9 * PAGE))
+    done = store.put(longer, write(store._pages, longer), never)
+    assert (done.mask, done.new_pages, done.removed) == (b"\1" * 9, 1, b"")
+    assert {path: path.stat().st_mtime_ns for path in files(tmp_path) if path in before} == before
+    store.close()
+
+
+def test_namespaces_share_nothing(tmp_path: Path) -> None:
+    spaces = [ROOT, Namespace("a"), Namespace(None, "a"), Namespace(None, None, "a"), Namespace(None, "")]
+    store = file_store(tmp_path, memory())
+    for number, space in enumerate(spaces):
+        assert store.exists(run(LONG, space)) == 0
+        put(store, run(LONG, space))
+        assert store.stats().num_pages == 8 * (number + 1)
+    store.close()
+
+
+def test_a_call_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    it = run(LONG)
+    for wrong in (it._replace(digests=it.digests[:-1]), it._replace(tokens=it.tokens[4:]), it._replace(before=b"x")):
+        for call in (lambda wrong=wrong: store.exists(wrong), lambda wrong=wrong: store.get(wrong, range(8), never)):
+            with pytest.raises(BadRequest):
+                call()
+    with pytest.raises(BadRequest, match="slot 64"):
+        store.put(it, [64] * 8, never)
+    with pytest.raises(BadRequest):
+        FileStore(tmp_path, identity(payload_bytes=1), memory(), max_bytes=1)
+    store.close()
+
+
+def test_put_and_get_stop_where_they_are_told_to(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    it = run(LONG)
+    asked = iter([False, False, False, True])
+    done = store.put(it, write(store._pages, it), lambda: next(asked))
+    assert (done.mask, done.reason, store.exists(it)) == (b"\1\1\1" + bytes(5), "cancelled", 3)
+    put(store, it)
+    asked = iter([False, False, True])
+    assert store.get(it, range(8), lambda: next(asked)) == (2, "cancelled", b"")
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "other"},
+        {"revision": "2"},
+        {"dtype": "bfloat16"},
+        {"layout": "layer_first"},
+        {"num_layers": 3},
+        {"first_layer": 2},
+        {"num_shards": 4},
+        {"shards": (2, 4)},
+        {"geometry": {"heads": 2}},
+    ],
+    ids=str,
+)
+def test_another_identity_never_hits(tmp_path: Path, changes: dict[str, object]) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    store.close()
+    other = file_store(tmp_path, memory(), identity=identity(**changes))
+    assert (other.exists(run(LONG)), right(other, run(LONG)), listed(other)) == (0, 0, [])
+    # And where its files are taken for ours, their headers say whose they are.
+    for path in list(files(store._own)):
+        target = other._own / path.relative_to(store._own)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(path, target)
+    other.close()
+    other = file_store(tmp_path, memory(), identity=identity(**changes))
+    assert (other.exists(run(LONG)), listed(other), other.stats().discarded_pages) == (0, [], 8)
+    other.close()
+
+
+def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        store = file_store(tmp_path / "new", memory())
+        put(store, run(LONG))
+    finally:
+        os.umask(old)
+    for place, folders, _ in os.walk(tmp_path / "new"):
+        for name in folders:
+            assert stat.S_IMODE(os.stat(Path(place) / name).st_mode) == 0o700
+        if Path(place) != tmp_path / "new":
+            assert stat.S_IMODE(os.stat(place).st_mode) == 0o700
+    for path in files(tmp_path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    store.close()
+
+
+def test_a_second_store_on_the_folder_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    with pytest.raises(StartError, match=rf"in use .process {os.getpid()}"):
+        file_store(tmp_path, memory())
+    with pytest.raises(StartError, match="in use"):
+        file_store(tmp_path, memory(), identity=identity(model="other"))
+    assert right(store, run(LONG)) == 8
+    store.close()
+    store.close()
+    file_store(tmp_path, memory()).close()
+
+
+def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StartError, match=r"file.* can't be used"):
+        file_store(tmp_path / "file" / "below", memory())
+
+
+# -- one bad file harms one page ----------------------------------------------------------------------
+
+
+def _flip(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 4
+        path.write_bytes(data)
+
+    return damage
+
+
+def _cut(size: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (_cut(0), "short"),
+    "cut in the header": (_cut(60), "short"),
+    "cut in the payload": (_cut(-1), "short"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "corrupt"),
+    "flip in the magic": (_flip(0), "corrupt"),
+    "flip in the digest": (_flip(48), "corrupt"),
+    "flip in the tokens": (_flip(116), "corrupt"),
+    "flip in the payload's hash": (_flip(-200), "corrupt"),
+    "flip in the header's hash": (_flip(-193), "corrupt"),
+    "flip in the first shard": (_flip(-192), "corrupt"),
+    "flip in the last byte": (_flip(-1), "corrupt"),
+    "gone": (Path.unlink, "missing"),
+    "an empty folder": (lambda path: _replace(path, Path.mkdir), "failed"),
+    "a link to itself": (lambda path: _replace(path, lambda p: p.symlink_to(p)), "failed"),
+    "a link to another page": (
+        lambda path: _replace(path, lambda p: p.symlink_to(next(files(p.parents[1])))),
+        "failed",
+    ),
+    "a pipe": (lambda path: _replace(path, os.mkfifo), "failed"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_bad_file_is_a_miss_of_one_page_and_is_mended_by_a_put(tmp_path: Path, how: str) -> None:
+    damage, reason = DAMAGE[how]
+    store = file_store(tmp_path, memory())
+    it, other = run(LONG), run(range(50))
+    put(store, it)
+    put(store, other)
+    bad = pages_of(it)[3]
+    damage(Path(store._file(bad)))
+    got = store.get(it, range(8), never)
+    assert (got.num_pages, got.reason, got.bad) == (3, reason, bad)
+    assert store.discard(bad) == bad
+    assert store.discard(bad) == b""
+    assert (store.exists(it), right(store, it), right(store, run(LONG, skip=4))) == (3, 3, 4)
+    assert right(store, other) == 12
+    done = store.put(it, write(store._pages, it), never)
+    assert (done.mask, done.new_pages) == (b"\1" * 8, 1)
+    assert right(store, it) == 8
+    assert sorted(listed(store)) == sorted(pages_of(it) + pages_of(other))
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert right(store, it) == 8
+    store.close()
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_a_file_that_went_bad_while_nobody_looked_is_never_told_as_right(tmp_path: Path, how: str, index: str) -> None:
+    store = file_store(tmp_path, memory())
+    it, other = run(LONG), run(range(50))
+    put(store, it)
+    put(store, other)
+    bad = Path(store._file(pages_of(it)[3]))
+    store.close()
+    DAMAGE[how][0](bad)
+    if index == "lost":
+        next(tmp_path.glob("*/index.db")).unlink()
+    store = file_store(tmp_path, memory())
+    assert right(store, other) == 12
+    assert right(store, it) == 3 or (index == "lost" and "flip in the" in how and right(store, it) == 3)
+    got = store.get(it, range(8), never)
+    store.discard(got.bad)
+    assert store.exists(it) == 3
+    assert put(store, it) == b"\1" * 8
+    assert right(store, it) == 8
+    store.close()
+
+
+def test_a_page_in_anothers_place_is_foreign(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    it = run(LONG)
+    put(store, it)
+    first, second = (Path(store._file(digest)) for digest in pages_of(it)[:2])
+    shutil.copy(first, second)
+    got = store.get(it, range(8), never)
+    assert (got.num_pages, got.reason, got.bad) == (1, "foreign", pages_of(it)[1])
+    store.close()
+
+
+def test_a_page_whose_digest_another_has_is_foreign_and_stays_that_others(tmp_path: Path) -> None:
+    """A collision: xxh3 is no cryptographic hash. The tokens and the namespace decide."""
+    store = file_store(tmp_path, memory())
+    it = run(LONG)
+    put(store, it)
+    for lie in (it._replace(namespace=Namespace(None, None, "s")), it._replace(tokens=run(range(32)).tokens)):
+        got = store.get(lie, range(8), never)
+        assert (got.num_pages, got.reason, got.bad) == (0, "foreign", b"")
+    assert right(store, it) == 8
+    store.close()
+
+
+@pytest.mark.parametrize(("step", "code"), [("read", EIO), ("read", EACCES), ("read", EMFILE)])
+def test_a_page_that_cannot_be_read_is_a_miss(tmp_path: Path, step: str, code: int) -> None:
+    store = file_store(tmp_path, memory(), disk=failing(step, code, times=1))
+    it = run(LONG)
+    put(store, it)
+    got = store.get(it, range(8), never)
+    assert (got.num_pages, got.reason) == (0, "failed")
+    assert got.bad == (
+        b"" if code == EMFILE else pages_of(it)[0]
+    )  # a process short of descriptors says nothing of pages
+    assert right(store, it) == 8
+    store.close()
+
+
+@pytest.mark.parametrize("step", ["write", "written half", "written", "rename", "mkdir"])
+@pytest.mark.parametrize(("code", "reason"), [(EIO, "failed"), (EROFS, "failed"), (EACCES, "failed"), (ENOSPC, "full")])
+def test_a_put_that_fails_leaves_what_was_there_and_nothing_of_itself(
+    tmp_path: Path, step: str, code: int, reason: str
+) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(range(50)))
+    store.close()
+    store = file_store(tmp_path, memory(), disk=failing(step, code))
+    it = run(LONG)
+    done = store.put(it, write(store._pages, it), never)
+    assert done.reason == reason
+    stayed = done.mask.count(1)
+    assert done.mask == b"\1" * stayed + bytes(8 - stayed)
+    assert (store.exists(it), right(store, it)) == (stayed, stayed)
+    if code != ENOSPC:  # which makes room first
+        assert (right(store, run(range(50))), done.removed) == (12, b"")
+    assert not [path for path in files(tmp_path) if path.suffix]
+    assert store.stats().num_pages == len(list(files(tmp_path)))
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert put(store, it) == b"\1" * 8
+    store.close()
+
+
+def test_a_disk_that_is_full_before_the_cap_is_a_smaller_cap(tmp_path: Path) -> None:
+    room = [20]
+    disk = FailingDisk(lambda step, path: None)
+
+    def before(step: str, path: str) -> None:
+        if step == "write" and len(list(files(tmp_path))) >= room[0]:
+            raise OSError(ENOSPC, "full", path)
+
+    disk.before = before
+    store = file_store(tmp_path, memory(), disk=disk, max_bytes=40 * BLOCK_BYTES)
+    for first in range(6):
+        it = run(range(1000 * first, 1000 * first + 8 * PAGE))
+        assert put(store, it) == b"\1" * 8
+        assert right(store, it) == 8
+    assert 16 <= store.stats().num_pages <= 20
+    store.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="as another user there is nobody to be")
+def test_a_file_that_this_user_may_not_read_is_a_miss() -> None:
+    """Root may read everything, so this runs as nobody."""
+    program = """
+import os, sqlite3, sys, tempfile
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from shelf import *
+os.seteuid(65534)
+folder = tempfile.TemporaryDirectory()
+store = file_store(Path(folder.name), memory())
+it = run(range(100, 132))
+store.put(it, write(store._pages, it), never)
+bad = Path(store._file(pages_of(it)[2]))
+os.chmod(bad, 0)
+got = store.get(it, range(8), never)
+assert (got.num_pages, got.reason, got.bad) == (2, "failed", pages_of(it)[2]), got
+store.discard(got.bad)
+assert store.put(it, write(store._pages, it), never).mask == b"\\1" * 8
+os.chmod(bad.parent, 0o500)
+store.discard(pages_of(it)[2])
+assert store.put(it, write(store._pages, it), never).reason in ("failed", None)
+store.close()
+os.chmod(bad.parent, 0o700)
+folder.cleanup()
+"""
+    words = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- the cap ------------------------------------------------------------------------------------------
+
+
+def test_the_cap_holds_and_goes_down_to_the_low_water_mark_the_oldest_first(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory(), max_bytes=20 * BLOCK_BYTES, low_water=0.8)
+    a, b, c = (run(range(n, n + 8 * PAGE)) for n in (1000, 2000, 3000))
+    put(store, a)
+    put(store, b)
+    right(store, a)  # a was used last
+    done = store.put(c, write(store._pages, c), never)
+    assert done.mask == b"\1" * 8
+    removed = pages_of(Run(ROOT, None, done.removed, b""))
+    assert removed == pages_of(b)[::-1][: len(removed)]  # the deepest first, and none of a
+    assert len(removed) == 5  # the 21st page made room: 20 - 5 + 1 = 16
+    assert (store.exists(a), store.exists(b), store.exists(c)) == (8, 3, 8)
+    assert store.stats().num_bytes == 19 * BLOCK_BYTES
+    assert len(list(files(tmp_path))) == 19
+    store.close()
+
+
+def test_a_run_longer_than_the_cap_is_stored_as_far_as_it_fits(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory(), max_bytes=5 * BLOCK_BYTES)
+    done = store.put(run(LONG), write(store._pages, run(LONG)), never)
+    assert (done.mask, done.reason, done.removed) == (b"\1" * 5 + bytes(3), "full", b"")
+    assert right(store, run(LONG)) == 5
+    store.close()
+
+
+def test_a_page_larger_than_the_cap_evicts_nothing(tmp_path: Path) -> None:
+    pages = memory(4, 1 << 15)
+    store = file_store(tmp_path, pages, identity=identity(payload_bytes=1 << 16), max_bytes=1 << 15)
+    assert store.put(run(range(PAGE)), [0], never).reason == "full"
+    store.close()
+
+
+def test_a_smaller_cap_is_held_from_the_start(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    store.close()
+    store = file_store(tmp_path, memory(), max_bytes=4 * BLOCK_BYTES)
+    assert store.exists(run(LONG)) == len(list(files(tmp_path))) == 3  # below the low-water mark
+    store.close()
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_what_was_used_last_is_known_after_a_restart(tmp_path: Path, index: str) -> None:
+    store = file_store(tmp_path, memory())
+    a, b = (run(range(n, n + 8 * PAGE)) for n in (1000, 2000))
+    put(store, a)
+    put(store, b)
+    if index == "kept":
+        right(store, a)
+        a, b = b, a
+    else:  # then by the time of writing
+        for number, digest in enumerate(pages_of(a) + pages_of(b)):
+            os.utime(store._file(digest), ns=(number, number))
+    store.close()
+    if index == "lost":
+        next(tmp_path.glob("*/index.db")).unlink()
+    store = file_store(tmp_path, memory(), max_bytes=10 * BLOCK_BYTES, low_water=1.0)
+    assert (store.exists(a), store.exists(b)) == (2, 8)
+    store.close()
+
+
+def test_other_identities_count_and_go_first(tmp_path: Path) -> None:
+    old = file_store(tmp_path, memory(), identity=identity(model="old"))
+    put(old, run(LONG))
+    old.close()
+    store = file_store(tmp_path, memory(), max_bytes=20 * BLOCK_BYTES, low_water=0.9)
+    assert store.stats().num_bytes >= 8 * BLOCK_BYTES
+    a, b = (run(range(n, n + 8 * PAGE)) for n in (1000, 2000))
+    done = [store.put(it, write(store._pages, it), never) for it in (a, b)]
+    assert [each.mask for each in done] == [b"\1" * 8] * 2
+    assert done[1].removed == b""
+    assert (store.exists(a), store.exists(b)) == (8, 8)
+    third = run(range(3000, 3000 + 5 * PAGE))
+    assert put(store, third) == b"\1" * 5
+    assert not (tmp_path / old.form.fingerprint.hex()).exists()
+    store.close()
+
+
+def test_clear_removes_every_page_children_first(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    assert store.clear() == b"".join(reversed(pages_of(run(LONG))))
+    assert (list(files(tmp_path)), store.exists(run(LONG)), listed(store)) == ([], 0, [])
+    assert store.stats().num_bytes == 0
+    put(store, run(LONG))
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert right(store, run(LONG)) == 8
+    store.close()
+
+
+# -- restarts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["garbage", "empty", "cut", "folder", "rows", "older", "newer version"])
+def test_an_index_that_is_damaged_or_old_is_made_right_from_the_files(tmp_path: Path, damage: str) -> None:
+    import sqlite3
+
+    store = file_store(tmp_path, memory())
+    put(store, run(range(50)))
+    store.close()
+    (index,) = tmp_path.glob("*/index.db")
+    older = index.read_bytes()
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    gone = pages_of(run(range(50)))[-1]
+    store.discard(gone)
+    store.close()
+    if damage == "garbage":
+        index.write_bytes(os.urandom(20000))
+    elif damage == "empty":
+        index.write_bytes(b"")
+    elif damage == "cut":
+        os.truncate(index, 5000)
+    elif damage == "folder":
+        index.unlink()
+        index.mkdir()
+    elif damage == "older":
+        index.write_bytes(older)
+    else:
+        db = sqlite3.connect(index)
+        if damage == "rows":
+            for change in (
+                "tokens = x'00'",
+                "digest = zeroblob(16)",
+                "namespace = x'02'",
+                "before = NULL",
+                "used = -1",
+            ):
+                db.execute(f"UPDATE pages SET {change} WHERE number = (SELECT number FROM pages ORDER BY random())")
+        else:
+            db.execute("PRAGMA user_version=99")
+        db.commit()
+        db.close()
+    store = file_store(tmp_path, memory())
+    assert sorted(listed(store)) == sorted(pages_of(run(range(50)))[:-1] + pages_of(run(LONG)))
+    assert (right(store, run(range(50))), right(store, run(LONG))) == (11, 8)
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert store.stats().num_pages == 19
+    store.close()
+
+
+def test_an_index_that_breaks_while_it_is_used_costs_no_page(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    assert store._catalog._db is not None
+    store._catalog._db.execute("DROP TABLE pages")
+    store._catalog.flush()
+    put(store, run(range(50)))
+    assert sorted(listed(store)) == sorted(pages_of(run(LONG)) + pages_of(run(range(50))))
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert store.stats().num_pages == 20
+    store.close()
+
+
+def test_a_strange_file_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    strange = [tmp_path / "notes", store._own / "ab", store._own / "lost+found"]
+    strange[0].write_text("mine")
+    strange[1].mkdir(exist_ok=True)
+    (strange[1] / "README").write_text("mine")
+    strange[2].mkdir()
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert right(store, run(LONG)) == 8
+    assert (tmp_path / "notes").exists()
+    assert (strange[1] / "README").exists()
+    store.close()
+
+
+STEPS = ["write", "written half", "written", "rename", "renamed", "mkdir", "unlink", "unlinked"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_crash_at_any_step_of_a_put_loses_that_page_at_most(tmp_path: Path, step: str, nth: int) -> None:
+    """Nothing is closed or flushed: what the next life finds is what was on the disk at that moment."""
+    left = [1 << 30]
+
+    def before(name: str, path: str) -> None:
+        if name == step:
+            left[0] -= 1
+            if not left[0]:
+                raise Crash
+
+    store = file_store(tmp_path, memory(), disk=FailingDisk(before), max_bytes=12 * BLOCK_BYTES)
+    a, b = run(LONG), run(range(2000, 2000 + 8 * PAGE))
+    put(store, a)
+    left[0] = nth
+    with contextlib.suppress(Crash):
+        put(store, b)
+    if step != "mkdir":  # each needs a folder only where none was
+        assert left[0] <= 0
+    os.close(store._lock_fd)
+    assert store._catalog._db is not None
+    store._catalog._db.close()
+
+    store = file_store(tmp_path, memory(), max_bytes=12 * BLOCK_BYTES)
+    assert not [path for path in files(tmp_path) if path.suffix]
+    there = [digest.hex() for digest in listed(store)]
+    assert sorted(there) == sorted(path.name for path in files(tmp_path))
+    assert right(store, a) == store.exists(a)
+    assert right(store, b) == store.exists(b)
+    assert store.exists(a) + store.exists(b) == len(there)
+    assert put(store, b) == b"\1" * 8
+    store.close()
+
+
+def test_a_process_that_is_killed_leaves_pages_that_are_right(tmp_path: Path) -> None:
+    program = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from shelf import *
+store = file_store(Path(sys.argv[1]), memory(), max_bytes=100 * 4096)
+print("open", flush=True)
+number = 0
+while True:
+    number += 1
+    it = run(range(number * 1000, number * 1000 + 32))
+    assert store.put(it, write(store._pages, it), never).mask == b"\\1" * 8
+    print(number, flush=True)
+"""
+    for life in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "open\n"
+            for _ in range(20 + 7 * life):
+                assert child.stdout.readline()
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+        store = file_store(tmp_path, memory(), max_bytes=100 * BLOCK_BYTES)
+        told = listed(store)
+        assert 90 <= len(told) <= 100
+        assert sorted(digest.hex() for digest in told) == sorted(path.name for path in files(tmp_path))
+        for runs in store.listing():
+            for it in runs:
+                assert right(store, it) == len(pages_of(it))
+        store.close()
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_pages_are_found_again_quickly(tmp_path: Path) -> None:
+    """No figure is held tightly: a start that reads every file instead takes many times as long."""
+    store = file_store(tmp_path, memory())
+    for number in range(1600):
+        it = run(range(number << 16, (number << 16) + 64 * PAGE))
+        assert store.put(it, range(64), never).mask == b"\1" * 64
+    store.close()
+    reads: list[str] = []
+
+    def before(step: str, path: str) -> None:
+        reads.append(step)
+
+    started = time.monotonic()
+    store = file_store(tmp_path, memory(), disk=FailingDisk(before))
+    took = time.monotonic() - started
+    assert store.stats().num_pages == 102_400
+    assert reads == []
+    assert took < 20, took
+    assert sum(len(it.digests) // 16 for runs in store.listing() for it in runs) == 102_400
+    store.close()
