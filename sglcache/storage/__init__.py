@@ -1,4 +1,33 @@
-"""L3 below the host tier: one small interface (store.py), `file`, the embedded default, and `mooncake`.
+"""L3 below the host tier: one small interface, `file`, the embedded default, and `mooncake`.
 
-How pages are named and checked: page.py. Where their bytes lie: host.py.
+    Run, Identity, Form      page.py      neighbouring pages of one namespace; what must agree; headers and checks
+    HostPages, Piece         host.py      where the bytes of a host slot lie
+    Store, Put, Got, Stats   store.py     the interface
+    FileStore                file.py      (order.py, catalog.py, disk.py)
+    Engine, Done, Counters   engine.py    the threads: what the daemon's loop talks to
+
+The daemon makes an `Identity` (with `payload_bytes` of a page in all local shards), `HostPages`, a store, calls its
+`open()` (a file store of 10^5 pages: about a second; StartError if it can't), then `Engine(store, done)`, which owns it
+from there on. All calls of `Engine` return at once:
+
+    probe(ticket, run)          ->  Done.num_pages: leading pages there (exact stores: from memory)
+    fetch(ticket, run, slots)   ->  Done.num_pages: leading pages whose bytes are right in their slots
+    store(ticket, run, slots)   ->  Done.mask: a byte a page, 1: it is there now; Done.removed: what went for it
+    clear(ticket)               ->  Done.removed: all that was there
+    cancel(ticket)              the completion comes as ever: within the call if the work had not begun
+    close(deadline_s)           False if a thread hangs; the daemon may end all the same
+
+Tickets are ints >= 0 of the caller's, each used once at a time; slots are packed int32, one a page. `done` is called
+once for each ticket, on a storage thread or within `cancel` and `close`, and must not wait: `call_soon_threadsafe`.
+Beside these there are completions of kind "discard" with ticket NO_TICKET: a page found bad was thrown away.
+
+Laws. A page that is wrong, short, foreign, damaged or not to be read is a miss with a reason, never an error, and costs
+itself alone. What a fetch says is right was checked against the tokens, namespace, digest, the page before, identity
+and the hash of its bytes; slots from `num_pages` on may hold anything. No slot is touched after its completion.
+Completions come in the order of an exact store's changes: apply `removed`, then `mask`, of each as it comes, whatever
+its kind, and the result is what the store holds. Its pages are closed under the page before: a store of a run behind a
+page that is not there has reason "orphan"; what evicts takes children first; only a bad page goes from under its
+children, which stay, and are swept at the next open if it has not come back. `Store.listing()` of an exact store tells
+of all pages, parents first, from any thread at any time. `Done.error` is set only for a call that can't be meant
+(BadRequest), for what a closed engine leaves (ClosedError), and for our own mistakes (StorageError).
 """
