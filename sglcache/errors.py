@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 # Which extra of the package brings a module that is not there without it.
-EXTRAS = {"torch": "runner", "transformers": "transformers"}
+EXTRAS = {"torch": "runner", "transformers": "transformers", "mooncake": "mooncake"}
 
 
 def with_article(noun: str) -> str:

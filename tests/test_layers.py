@@ -66,6 +66,7 @@ HOME = {
     "rich": {"cli", "bench", "commands"},
     "pydantic": {"config"},
     "hypothesis": {"testing"},
+    "mooncake": {"storage"},
 }
 
 

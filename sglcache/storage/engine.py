@@ -148,7 +148,7 @@ class Engine:
         return {kind: count[kind] for kind in KINDS}
 
     def close(self, deadline_s: float) -> bool:
-        """Stop: what has not begun is done with ClosedError, what has stops before its next page; the store closes last.
+        """Stop: what has not begun is done with ClosedError, what has stops at its next page. Then the store closes.
 
         False if that took longer: a thread hangs, whose ticket's completion comes when it goes on, if it does. It is
         left, and the process may end all the same. Harmless when repeated.
@@ -168,7 +168,10 @@ class Engine:
             for _ in self._readers[1:]:
                 self._fetches.put(None)
             self._stores.put(None)
-        self._writer.join(max(0.0, end - time.monotonic()))
+        self._writer.join(deadline_s / 2)
+        if self._writer.is_alive():
+            self._store.interrupt()
+            self._writer.join(max(0.0, end - time.monotonic()))
         return not self._writer.is_alive()
 
     # -- the threads --------------------------------------------------------------------------------------

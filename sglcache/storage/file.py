@@ -255,6 +255,9 @@ class FileStore:
         self._others = [(path, num_bytes) for _, path, num_bytes in found]
         self._others_bytes = sum(num_bytes for _, num_bytes in self._others)
 
+    def interrupt(self) -> None:
+        """There is no way to hurry a disk."""
+
     def close(self) -> None:
         """Write the catalog down and let go of the folder. Harmless when repeated."""
         self._catalog.close()

@@ -21,27 +21,33 @@ class HostPages:
     """Every page's bytes as pieces of a few regions of memory, in a fixed order, which is that of the payload.
 
     page_first: a region for each shard and one piece of it. layer_first: a piece for each shard, layer, and K or V.
-    Regions are writable, contiguous, and stay where they are while a store uses them.
+    Regions are writable, contiguous, and stay where they are while a store uses them. Where each is all of a memfd,
+    `fds` has these, and a store may give them to a process of its own.
     """
 
-    def __init__(self, num_pages: int, regions: Sequence[memoryview], pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, num_pages: int, regions: Sequence[memoryview], pieces: Sequence[Piece], fds: Sequence[int] = ()
+    ) -> None:
         self.num_pages = num_pages
+        self.fds = tuple(fds)
         self.regions = tuple(region.cast("B") for region in regions)
         self.pieces = tuple(pieces)
         self.payload_bytes = sum(piece.num_bytes for piece in pieces)
+        if fds and len(self.fds) != len(self.regions):
+            raise BadRequest(f"{len(self.fds)} descriptors for {len(self.regions)} regions")
         for piece in pieces:
             end = piece.offset + (num_pages - 1) * piece.stride + piece.num_bytes
             if num_pages and end > self.regions[piece.region].nbytes:
                 raise BadRequest(f"{piece} of {num_pages} pages ends at {end}, behind its region's end")
 
     @classmethod
-    def page_first(cls, num_pages: int, shards: Sequence[memoryview]) -> HostPages:
+    def page_first(cls, num_pages: int, shards: Sequence[memoryview], fds: Sequence[int] = ()) -> HostPages:
         """Each shard's region is its pages, one behind the other."""
         pieces = []
         for shard, region in enumerate(shards):
             page_bytes = region.nbytes // num_pages if num_pages else 0
             pieces.append(Piece(shard, 0, page_bytes, page_bytes))
-        return cls(num_pages, shards, pieces)
+        return cls(num_pages, shards, pieces, fds)
 
     def views(self, slot: int) -> list[memoryview]:
         """The page's bytes, piece by piece. BadRequest for a slot that is none."""

@@ -123,6 +123,14 @@ class Form:
         start = page * self.keys.page_bytes
         return run.tokens[start : start + self.keys.span]
 
+    def part(self, run: Run, first: int, num_pages: int) -> Run:
+        """The run of so many of its pages, from page `first` on."""
+        size, keys = self.digest_bytes, self.keys
+        digests = run.digests[first * size : (first + num_pages) * size]
+        start = first * keys.page_bytes
+        tokens = run.tokens[start : start + num_pages * keys.page_bytes + keys.over]
+        return Run(run.namespace, self.before(run, first), digests, tokens)
+
     def header_bytes(self, namespace: Namespace) -> int:
         """Of every page of this namespace."""
         length = sum(1 if part is None else 9 + len(part.encode()) for part in namespace)

@@ -75,4 +75,7 @@ class Store(Protocol):
 
     def stats(self) -> Stats: ...
 
+    def interrupt(self) -> None:
+        """Before a close that can't wait: calls under way shall come back, and later ones at once. From any thread."""
+
     def close(self) -> None: ...

@@ -31,6 +31,7 @@ class Held:
         self.gate = threading.Semaphore(0)
         self.error: Exception | None = None
         self.closed = threading.Event()
+        self.interrupted = threading.Event()
         self.touched = 0
 
     def pass_(self, what: str) -> None:
@@ -74,6 +75,9 @@ class Held:
 
     def stats(self) -> Stats:
         return Stats()
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
 
     def close(self) -> None:
         self.closed.set()
@@ -246,6 +250,7 @@ def test_close_completes_everything_once_and_closes_the_store_last(store: Held) 
     store.entered.get(timeout=WAIT_S)
     store.entered.get(timeout=WAIT_S)
     assert not desk.engine.close(0.01)  # two pages are on their way
+    assert store.interrupted.is_set()
     assert not store.closed.is_set()
     early = [desk.next() for _ in range(4)]
     assert all(isinstance(each.error, ClosedError) and each.num_pages == 0 for each in early)
