@@ -527,6 +527,83 @@ class ControlConfig(Section):
     )
 
 
+class StorageConfig(Section):
+    """`[storage]`: the third tier, below the host's. What the host has is stored, and found again after a restart.
+
+    `file` keeps pages in a folder of this host, `mooncake` in a store of many. Pages are named by model_name, revision,
+    and all of the pool's form, so nothing of another model is ever found.
+    """
+
+    kind: Literal["none", "file", "mooncake"] = Field(default="none", description="Where pages are kept.")
+    revision: str = Field(
+        default="",
+        max_length=256,
+        description="What changes with the model's weights, such as a commit: pages of another are not found.",
+    )
+    num_threads: int = Field(
+        default=2, ge=1, le=64, description="Threads that read from it; one more writes, and one looks up."
+    )
+    path: FilePath | None = Field(
+        default=None, description="file: the folder; each rank has one of its own in it, rank-0, rank-1, ..."
+    )
+    size: Annotated[Size, Field(ge=1 << 20)] = Field(  # type: ignore[assignment]  # as a file has it
+        default="64 GiB", description="file: of each rank's pages on the disk; at it the least recently used go."
+    )
+    low_water: float = Field(
+        default=0.95, gt=0, le=1, allow_inf_nan=False, description="file: down to this share of size at a time."
+    )
+    master: str | None = Field(
+        default=None,
+        min_length=1,
+        description="mooncake: HOST:PORT of mooncake_master, or what its client takes for it.",
+    )
+    metadata_server: str = Field(
+        default="P2PHANDSHAKE", min_length=1, description="mooncake: where clients find each other's addresses."
+    )
+    local_hostname: str = Field(
+        default="127.0.0.1", min_length=1, description="mooncake: how other hosts reach this one's client."
+    )
+    protocol: str = Field(default="tcp", min_length=1, description="mooncake: tcp or rdma.")
+    rdma_devices: str = Field(default="", description="mooncake: of rdma, with commas; by default it chooses.")
+    segment_size: Size = Field(  # type: ignore[assignment]
+        default="0 B",
+        description="mooncake: memory of this host that each rank gives to the store, for everybody's pages.",
+    )
+    buffer_size: Annotated[Size, Field(ge=1 << 20)] = Field(  # type: ignore[assignment]
+        default="64 MiB", description="mooncake: of its client's own buffers."
+    )
+    timeout_s: float = Field(
+        default=40.0,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="mooncake: without an answer for so long its client is started anew; it gives calls up in 30 s.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> StorageConfig:
+        for key, field in type(self).model_fields.items():
+            of = (field.description or "").partition(":")[0]
+            if of in ("file", "mooncake") and of != self.kind and self._said(key):
+                raise ConfigError(
+                    f'storage.{key} is {of}\'s, and storage.kind = "{self.kind}"; write storage.kind = "{of}", or '
+                    "leave it out",
+                    path=f"storage.{key}",
+                    value=getattr(self, key),
+                )
+        for kind, key, what in (("file", "path", "the folder for its pages"), ("mooncake", "master", "HOST:PORT")):
+            if self.kind == kind and getattr(self, key) is None:
+                raise ConfigError(
+                    f'storage.kind = "{kind}" needs storage.{key}, {what}', path=f"storage.{key}", value=None
+                )
+        return self
+
+    def _said(self, key: str) -> bool:
+        """It is not the default."""
+        default, value = type(self).model_fields[key].default, getattr(self, key)
+        return bool(value != (parse_size(default) if key.endswith("size") else default))
+
+
 class StateConfig(Section):
     """`[state]`: what must outlive the process. Only each rank's highest number on its stream is kept."""
 
@@ -548,6 +625,7 @@ class Config(Section):
     events: EventsConfig = Field(default_factory=EventsConfig, description="The event stream.")
     http: HttpConfig = Field(default_factory=HttpConfig, description="HTTP.")
     control: ControlConfig = Field(default_factory=ControlConfig, description="The control socket.")
+    storage: StorageConfig = Field(default_factory=StorageConfig, description="The third tier.")
     state: StateConfig = Field(default_factory=StateConfig, description="What outlives the process.")
 
     def for_stage(self, pp_rank: int) -> Config:
@@ -592,7 +670,27 @@ class Config(Section):
                 path="eviction.host",
                 value=self.eviction.host,
             )
+        self._check_storage(stages)
         return self
+
+    def _check_storage(self, stages: Sequence[Config]) -> None:
+        kind = self.storage.kind
+        if kind == "none":
+            return
+        if self.model_name == type(self).model_fields["model_name"].default:
+            raise ConfigError(
+                f'storage.kind = "{kind}" needs model_name: pages are named by it, and would be found by whatever '
+                "model is served next",
+                path="model_name",
+                value=self.model_name,
+            )
+        if not all(stage.host.enabled for stage in stages):
+            raise ConfigError(
+                f'storage.kind = "{kind}", and there is no host tier, which is all that it stores; set '
+                "host.pool_ratio, host.num_tokens or host.size, or leave storage.kind out",
+                path="storage.kind",
+                value=kind,
+            )
 
     def _check_host(self) -> None:
         num_pages = (self.host.num_tokens or 0) // self.pool.page_size

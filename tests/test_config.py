@@ -142,6 +142,13 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         ("eviction.protected_threshold=0", "eviction.protected_threshold", "greater than or equal to 1"),
         ("eviction.next_prompt_estimate=3", "eviction.next_prompt_estimate", 'or eviction.host = "tlru"'),
         ("eviction.threshold=3", "eviction.threshold", "leave it out"),
+        ("storage.kind=disk", "storage.kind", "'none', 'file' or 'mooncake'"),
+        ("storage.kind=file", "storage.path", "the folder for its pages"),
+        ("storage.kind=mooncake", "storage.master", "HOST:PORT"),
+        ("storage.path=/x", "storage.path", 'write storage.kind = "file"'),
+        ("storage.master=h:1", "storage.master", 'write storage.kind = "mooncake"'),
+        ("storage.size=7", "storage.size", "write a size with its unit"),
+        ("storage.folder=/x", "storage.folder", "[storage] has kind, revision"),
         ("events.hash=md5", "events.hash", "'xxh3_128' or 'sha256'"),
         ("events.endpoint=127.0.0.1:5557", "events.endpoint", "write tcp://HOST:PORT"),
         ("events.endpoint=tcp://::1:5557", "events.endpoint", "an IPv6 host in brackets"),
@@ -315,3 +322,17 @@ def test_each_tier_has_a_policy_of_its_own_and_parameters_are_for_whom_reads_the
     with pytest.raises(ConfigError, match=r"there is no host tier; set host\.num_tokens"):
         load(None, ["eviction.host=lfu", "host.pool_ratio=0"])
     load(None, ["eviction.host=lru", "host.pool_ratio=0"])
+
+
+def test_a_third_tier_needs_a_model_and_a_host_tier() -> None:
+    """Pages of a model without a name would be found by whatever is served next."""
+    file = ["storage.kind=file", "storage.path=/x"]
+    with pytest.raises(ConfigError, match="needs model_name"):
+        load(overrides=file)
+    with pytest.raises(ConfigError, match="there is no host tier"):
+        load(overrides=[*file, "model_name=m", "host.pool_ratio=0"])
+    with pytest.raises(ConfigError, match=r'storage.master is mooncake\'s, and storage.kind = "file"'):
+        load(overrides=[*file, "model_name=m", "storage.master=h:1"])
+    config = load(overrides=[*file, "model_name=m", "storage.size=2 GiB"])
+    assert (config.storage.size, config.storage.low_water) == (2 << 30, 0.95)
+    assert load(overrides=["model_name=m", "storage.kind=mooncake", "storage.master=h:1"]).storage.segment_size == 0
