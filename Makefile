@@ -61,7 +61,7 @@ smoke: $(STAMP) ## a daemon, a replay and a subscriber, once through
 package: $(STAMP) ## the wheel, built and tried where it is all that there is; the Dockerfile, linted
 	@PYTHON='$(PYTHON)' scripts/package.sh $(ARGS)
 
-interop: $(STAMP) ## the event stream against other people's consumers, which it installs apart
+interop: $(STAMP) ## other people's consumers of the stream, and Mooncake's store, which it installs apart
 	@PYTHON='$(PYTHON)' scripts/interop.sh $(ARGS)
 
 clean: ## remove what the other targets made

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests against other people's consumers of the event stream. They get a virtual environment of their own,
-# .venv-interop, so that what they need does not decide what sglcache runs with (and pins nothing for it): the tests run
-# in .venv and start them from there. Arguments go to pytest.
+# The tests against other people's consumers of the event stream, and against Mooncake's store. What they need gets a
+# virtual environment of its own, .venv-interop, so that it does not decide what sglcache runs with (and pins nothing for
+# it): the tests run in .venv and start it from there. Arguments go to pytest.
 #   PYTHON=...        the Python to build it from (3.11 or later)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +12,12 @@ command -v cc >/dev/null || {
     echo "interop: a C compiler is needed (cc); on Debian and Ubuntu: apt-get install build-essential" >&2
     exit 1
 }
+for library in libibverbs.so.1 libcurl.so.4 libnuma.so.1; do
+    PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep -F "$library" >/dev/null || {
+        echo "interop: Mooncake needs $library; on Debian and Ubuntu: apt-get install libibverbs1 libcurl4 libnuma1" >&2
+        exit 1
+    }
+done
 pins() { # pins KEY...: the strings of a list in pyproject.toml, a line each
     .venv/bin/python - "$@" <<'PY'
 import sys, tomllib

@@ -54,7 +54,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before the next process
 GOOD_S = 30.0  # a process that lived so long begins the waits anew
 TICK_S = 0.25
 LAUNCH = (sys.executable, "-m", "sglcache.storage.mooncake_process")
-LIBRARIES = "libibverbs1 libcurl4 libnuma1 librdmacm1 liburing2"
+LIBRARIES = "libibverbs1 libcurl4 libnuma1"
 
 
 class _Waiting:
