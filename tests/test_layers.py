@@ -66,7 +66,7 @@ HOME = {
     "rich": {"cli", "bench", "commands"},
     "pydantic": {"config"},
     "hypothesis": {"testing"},
-    "mooncake": {"storage"},
+    "mooncake": {"storage", "bench"},
 }
 
 

@@ -245,6 +245,29 @@ def events(
     return _show("events", benchmark.run(options), as_json)
 
 
+@bench.command()
+@click.option(
+    "--page-kib", type=positive, multiple=True, help="Bytes of a page; may be repeated.  [default: 64, 256, 2048]"
+)
+@click.option("--total-mib", type=positive, default=64, show_default=True, help="Of a run.")
+@click.option("--pairs", type=positive, default=harness.MIN_PAIRS, show_default=True, help="Runs of each, in turn.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="On the disk that is meant; by default where temporary files go."
+)
+@click.option("--mooncake", "master", metavar="HOST:PORT", help="A Mooncake master: its store as well.")
+@json_option
+def storage(
+    page_kib: tuple[int, ...], total_mib: int, pairs: int, folder: Path | None, master: str | None, as_json: bool
+) -> int:
+    """Put and get of the third tier, beside bare files of the same bytes, and beside Mooncake's own client."""
+    from sglcache.bench import storage as benchmark
+
+    options = benchmark.Options(total_bytes=total_mib << 20, pairs=pairs, folder=folder, master=master)
+    if page_kib:
+        options = options._replace(page_bytes=tuple(each << 10 for each in page_kib))
+    return _show("storage", benchmark.run(options), as_json)
+
+
 # -- showing ------------------------------------------------------------------------------------------
 
 

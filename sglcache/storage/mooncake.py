@@ -101,7 +101,7 @@ class MooncakeStore:
             [(*piece,) for piece in pages.pieces],
             num_threads,
         )
-        self._batch = max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, identity.payload_bytes)))
+        self.batch_pages = max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, identity.payload_bytes)))
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # around what is under way; held for no I/O
         self._sending = threading.Lock()
@@ -156,7 +156,7 @@ class MooncakeStore:
         num_pages = self.form.num_pages(run)
         mask, new = bytearray(), 0
         reason: Reason | None = None
-        for first in range(0, num_pages, self._batch):
+        for first in range(0, num_pages, self.batch_pages):
             if stop():
                 reason = "cancelled"
                 break
@@ -171,7 +171,7 @@ class MooncakeStore:
 
     def get(self, run: Run, slots: Sequence[int], stop: Stop) -> Got:
         num_pages = self.form.num_pages(run)
-        for first in range(0, num_pages, self._batch):
+        for first in range(0, num_pages, self.batch_pages):
             if stop():
                 return Got(first, "cancelled")
             answer = self._ask("get", *self._slice(run, slots, first))
@@ -215,7 +215,7 @@ class MooncakeStore:
     # -- asking -------------------------------------------------------------------------------------------
 
     def _slice(self, run: Run, slots: Sequence[int], first: int) -> tuple[Run, bytes]:
-        here = array("i", slots[first : first + self._batch])
+        here = array("i", slots[first : first + self.batch_pages])
         for slot in here:
             if not 0 <= slot < self._pages.num_pages:
                 raise BadRequest(f"slot {slot} is not in 0..{self._pages.num_pages - 1}", slot=slot)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from sglcache.bench import events, index, match, memory, rpc, stall, start
+from sglcache.bench import events, index, match, memory, rpc, stall, start, storage
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 from sglcache.errors import ConfigError, NoSpace
@@ -225,3 +225,10 @@ def test_events_loses_nothing_and_finds_every_commit() -> None:
     assert late["snapshots"] == 1
     assert late["pages"] >= 2048
     assert late["bytes"] > 2048 * 16
+
+
+def test_storage_puts_and_gets_what_it_times(tmp_path: Path) -> None:
+    row = storage.run(storage.Options(page_bytes=(4 << 10, 64 << 10), total_bytes=256 << 10, pairs=2, folder=tmp_path))
+    assert [(case["store"], case["pages"]) for case in row["cases"]] == [("file", 64), ("file", 4)]
+    assert all(case["put_ratio"] > 0 and case["get_ratio"] > 0 for case in row["cases"])
+    assert list(tmp_path.iterdir()) == []
