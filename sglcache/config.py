@@ -572,12 +572,13 @@ class StorageConfig(Section):
     buffer_size: Annotated[Size, Field(ge=1 << 20)] = Field(  # type: ignore[assignment]
         default="64 MiB", description="mooncake: of its client's own buffers."
     )
-    timeout_s: float = Field(
-        default=40.0,
+    rpc_timeout_s: float = Field(
+        default=5.0,
         gt=0,
-        le=3600,
+        le=600,
         allow_inf_nan=False,
-        description="mooncake: without an answer for so long its client is started anew; it gives calls up in 30 s.",
+        description="mooncake: how long its master may take for an answer; a client that takes eight times as long is "
+        "started anew.",
     )
 
     @model_validator(mode="after")

@@ -30,5 +30,7 @@ def build_store(config: StorageConfig, identity: Identity, pages: HostPages, off
             buffer_bytes=config.buffer_size,
         )
         # One more that writes, and one that looks up.
-        return MooncakeStore(options, identity, pages, num_threads=config.num_threads + 2, timeout_s=config.timeout_s)
+        return MooncakeStore(
+            options, identity, pages, num_threads=config.num_threads + 2, rpc_timeout_s=config.rpc_timeout_s
+        )
     return None

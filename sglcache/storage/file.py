@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ LOW_WATER = 0.95  # of the cap
 SLICE = 256  # pages of a listing at a time
 HEAD_BYTES = 4096  # of a file, at first, for its header
 TEMPORARY = ".tmp"
+QUIET_S = 10.0  # between warnings
 
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 # The page is as good as it was: it is the process that can't read it now.
@@ -87,6 +89,7 @@ class FileStore:
         self._others_bytes = 0
         self._evicted = self._discarded = 0
         self._lock_fd = -1
+        self._quiet_until, self._untold = 0.0, 0  # of warnings
 
     # -- opening and closing ----------------------------------------------------------------------------
 
@@ -185,7 +188,7 @@ class FileStore:
                     raise StorageError("the file is not what its name and header say", reason="corrupt")
                 found.append((os.stat(path).st_mtime_ns, digest, header, num_bytes))
             except (StorageError, OSError) as exc:
-                log.warning("%s is no page (%s); it is removed", path, exc)
+                self._warn("%s is no page (%s); it is removed", path, exc)
                 self._sweep(path)
                 self._discarded += 1
         found.sort(key=lambda each: each[0])
@@ -326,13 +329,11 @@ class FileStore:
             try:
                 self._place(path, parts)
             except OSError as exc:
-                if exc.errno not in _NO_ROOM or not self._make_room(
-                    self.max_bytes - self.low_bytes, removed, parent, 0
-                ):
+                if exc.errno not in _NO_ROOM or not self._give_way(num_bytes, removed, parent):
                     raise
                 self._place(path, parts)
         except OSError as exc:
-            log.warning("%s can't be written (%s)", path, exc.strerror or exc)
+            self._warn("%s can't be written (%s)", path, exc.strerror or exc)
             self._sweep(path + TEMPORARY)
             return "full" if exc.errno in _NO_ROOM else "failed"
         entry = Entry(self._next, digest, before, name, form.tokens(run, page), num_bytes, tick)
@@ -382,7 +383,7 @@ class FileStore:
                     reason = "corrupt"
             if reason is not None:
                 got = Got(page, "foreign") if self._collides(run, page) else Got(page, reason, digest)
-                log.warning("page %s is not what it should be: %s", digest.hex(), got.reason)
+                self._warn("page %s is not what it should be: %s", digest.hex(), got.reason)
                 break
             rows.append(row)
         with self._lock:
@@ -391,7 +392,7 @@ class FileStore:
         return got
 
     def _unreadable(self, digest: bytes, exc: OSError) -> tuple[Reason, bytes]:
-        log.warning("page %s can't be read (%s)", digest.hex(), exc.strerror or exc)
+        self._warn("page %s can't be read (%s)", digest.hex(), exc.strerror or exc)
         if exc.errno in _PASSING:
             return "failed", b""
         return "missing" if exc.errno == errno.ENOENT else "failed", digest
@@ -493,44 +494,50 @@ class FileStore:
     def stats(self) -> Stats:
         with self._lock:
             order = self._order
-            used = order.num_bytes + self._others_bytes
-            return Stats(len(order), used, self.max_bytes, self._evicted, self._discarded)
+            return Stats(len(order), self._total, self.max_bytes, self._evicted, self._discarded)
 
     # -- room -------------------------------------------------------------------------------------------
 
-    def _make_room(self, num_bytes: int, removed: list[bytes], keep: int = NONE, used: int | None = None) -> bool:
+    def _make_room(self, num_bytes: int, removed: list[bytes], keep: int = NONE) -> bool:
         """See to it that so many bytes more are within the cap; `removed` gets what went. Whether they are.
 
-        `keep` is the page that something is about to hang on. With `used` the disk is full before the cap is reached:
-        so many bytes are to go.
+        `keep` is the page that something is about to hang on.
         """
-        total = self._order.num_bytes + self._others_bytes
-        limit, low = self.max_bytes - num_bytes, self.low_bytes - num_bytes
-        if used is not None:
-            limit = low = total - num_bytes
-        if total <= limit:
+        if self._total <= self.max_bytes - num_bytes:
             return True
         if num_bytes > self.max_bytes:
             return False
-        before = total
-        while total > low:
+        self._evict(self.low_bytes - num_bytes, removed, keep)
+        return self._total <= self.max_bytes - num_bytes
+
+    def _give_way(self, num_bytes: int, removed: list[bytes], keep: int) -> bool:
+        """The disk is full before the cap is reached: a batch goes, of what there is. Whether any went."""
+        total = self._total
+        self._evict(total - max(num_bytes, total - total * self.low_bytes // self.max_bytes), removed, keep)
+        return self._total < total
+
+    @property
+    def _total(self) -> int:
+        return self._order.num_bytes + self._others_bytes
+
+    def _evict(self, low: int, removed: list[bytes], keep: int) -> None:
+        """Down to so many bytes, or to what can't go."""
+        while self._total > low:
             if self._others:
-                path, other_bytes = self._others.pop()
-                self._others_bytes -= other_bytes
+                path, num_bytes = self._others.pop()
+                self._others_bytes -= num_bytes
                 self._sweep(path)
                 _rmdirs(path, self.path)
-            else:
-                with self._lock:
-                    row = self._order.victim(keep)
-                    if row == NONE:
-                        break
-                    self._catalog.remove(self._order.number(row))
-                    digest = self._order.remove(row)
-                self._sweep(self._file(digest))
-                removed.append(digest)
-                self._evicted += 1
-            total = self._order.num_bytes + self._others_bytes
-        return total <= limit or (used is not None and total < before)
+                continue
+            with self._lock:
+                row = self._order.victim(keep)
+                if row == NONE:
+                    return
+                self._catalog.remove(self._order.number(row))
+                digest = self._order.remove(row)
+            self._sweep(self._file(digest))
+            removed.append(digest)
+            self._evicted += 1
 
     def _use(self, rows: array[int], tick: int) -> None:
         if rows:
@@ -539,11 +546,20 @@ class FileStore:
                 numbers = [self._order.number(row) for row in rows]
             self._catalog.use(numbers, tick)
 
+    def _warn(self, text: str, *facts: object) -> None:
+        """A disk that fails does so at every page: it is told of now and then."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            self._untold += 1
+            return
+        self._quiet_until, untold, self._untold = now + QUIET_S, self._untold, 0
+        log.warning(text + (f"; and {untold} more such" if untold else ""), *facts)
+
     def _sweep(self, path: str) -> None:
         try:
             self._disk.unlink(path)
         except OSError as exc:
-            log.warning("%s can't be removed (%s)", path, exc.strerror or exc)
+            self._warn("%s can't be removed (%s)", path, exc.strerror or exc)
 
     def _file(self, digest: bytes) -> str:
         name = digest.hex()

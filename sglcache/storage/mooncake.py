@@ -2,8 +2,8 @@
 
 The client library lives in a process of its own (mooncake_process.py, which says why); here is what the rank sees of
 it. Calls go there in batches, and wait for the answer or for the process's death. A batch that is not answered in
-`timeout_s` is the process's end: a new one takes its place, after a wait that doubles. While there is no master all is
-missed at once. So nothing here hangs for longer than `timeout_s`, and a slot is written by nobody after its call.
+`PATIENCE * rpc_timeout_s` is the process's end: a new one takes its place, after a wait that doubles. While the master
+does not answer all is missed at once. So nothing here hangs for longer, and a slot is written by nobody after its call.
 
 Not exact: Mooncake evicts by itself, and a host that dies takes its pages with it.
 """
@@ -54,6 +54,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0  # before the next process
 GOOD_S = 30.0  # a process that lived so long begins the waits anew
 TICK_S = 0.25
 LAUNCH = (sys.executable, "-m", "sglcache.storage.mooncake_process")
+PATIENCE = 8
+RPC_TIMEOUT = "MC_RPC_TIMEOUT_MS"  # the client's environment; 30 s without it
 LIBRARIES = "libibverbs1 libcurl4 libnuma1"
 
 
@@ -80,7 +82,7 @@ class MooncakeStore:
         pages: HostPages,
         *,
         num_threads: int = 4,
-        timeout_s: float = 40.0,
+        rpc_timeout_s: float = 5.0,
         launch: Sequence[str] = LAUNCH,
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -90,8 +92,11 @@ class MooncakeStore:
             raise BadRequest("Mooncake's process can map host pages only where they are memfds")
         self.form = Form(identity)
         self._pages = pages
-        self._timeout_s = timeout_s
-        self._launch, self._env = list(launch), env
+        # The client gives a call to its master up by itself, which costs no more than misses. To end it costs the pages
+        # that are in its memory, so it comes last.
+        self._timeout_s = PATIENCE * rpc_timeout_s
+        self._launch = list(launch)
+        self._env = {RPC_TIMEOUT: str(max(1, int(rpc_timeout_s * 1000))), **os.environ, **(env or {})}
         self._start = Start(
             options,
             identity,
@@ -284,7 +289,7 @@ class MooncakeStore:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=None if self._env is None else {**os.environ, **self._env},
+                env=self._env,
             )
         self._lives += 1
         listener = threading.Thread(target=_listen, args=(process, tail), name="sglcache-mooncake-log", daemon=True)

@@ -61,7 +61,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     revision: str = ""
     dtype: str  # torch's name
-    layout: str  # page_first, ...
+    layout: str  # of the payload: the order of its pieces, whatever the pool's
     page_size: int  # tokens
     bigram: bool = False
     hash_name: str = "xxh3_128"
