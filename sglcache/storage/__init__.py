@@ -8,11 +8,11 @@
     build_store              build.py     what `[storage]` asks for
     Engine, Done, Counters   engine.py    the threads: what the daemon's loop talks to
 
-The daemon makes an `Identity` (with `payload_bytes` of a page in all local shards), `HostPages` (with the pools' memfds,
-which Mooncake's process maps), and of them and its offset a store by `build_store`. It calls `open()` (a file store of
-10^5 pages: about a second of work, five if its index is lost; StartError or NotInstalled where the operator has to do
-something; that a Mooncake master is away is no error), then `Engine(store, done)`, which owns the store from there on and
-closes it with itself. All calls of `Engine` return at once:
+The daemon makes an `Identity` (with `payload_bytes` of a page in all local shards) and `HostPages` (with the pools'
+memfds, which Mooncake's process maps), and of these a store by `build_store`. It calls `open()`: a file store of 10^5
+pages takes about a second of work, five if its index is lost; StartError or NotInstalled where the operator has to do
+something; that a Mooncake master is away is no error. Then `Engine(store, done)` owns the store, and closes it with
+itself. All calls of `Engine` but close return at once:
 
     probe(ticket, run)          ->  Done.num_pages: leading pages there (exact stores: from memory)
     fetch(ticket, run, slots)   ->  Done.num_pages: leading pages whose bytes are right in their slots
@@ -34,10 +34,10 @@ its kind, and the result is what the store holds. Its pages are closed under the
 page that is not there has reason "orphan"; what evicts takes children first; only a bad page goes from under its
 children, which stay, and are swept at the next open if it has not come back. `Store.listing()` of an exact store tells
 of all pages, parents first, from any thread at any time. Mooncake's is not exact: it removes without telling, a mask
-says what a put found or did, and `removed` and `listing` are empty. `Done.error` is set only for a call that can't be meant
-(BadRequest), for what a closed engine leaves (ClosedError), and for our own mistakes (StorageError).
+says what a put found or did, and `removed` and `listing` are empty. `Done.error` is set only for a call that can't be
+meant (BadRequest), for what a closed engine leaves (ClosedError), and for our own mistakes (StorageError).
 
-A payload is the pieces of `HostPages` in their order, so it need not say how the host's pool lies: with the same order of
-shards, layers and planes, what was stored from page_first is fetched into layer_first, and `Identity.layout` is that of
-the payload. A fetch runs on one thread: who wants more at once cuts a long run into several.
+A payload is the pieces of `HostPages` in their order, so it need not say how the host's pool lies: with the same order
+of shards, layers and planes, what was stored from page_first is fetched into layer_first, and `Identity.layout` is that
+of the payload. A fetch runs on one thread: who wants more at once cuts a long run into several.
 """

@@ -222,6 +222,7 @@ class FileStore:
         """Put the pages in order, parents first. What has no parent is swept: nobody can come to it."""
         waiting: dict[bytes, list[Entry]] = {}
         order = self._order
+        spaces: dict[bytes, bytes] = {}  # a digest proves the namespace of a first page alone; the others have its own
         for entry in entries:
             ready = [entry]
             while ready:
@@ -230,6 +231,10 @@ class FileStore:
                 if each.before is not None and parent == NONE:
                     waiting.setdefault(each.before, []).append(each)
                 elif each.digest not in order:
+                    space = each.namespace if each.before is None else spaces[each.before]
+                    if space != each.namespace:
+                        self._catalog.add(each._replace(namespace=space))
+                    spaces[each.digest] = space
                     order.add(each.digest, parent, each.num_bytes, each.number, each.used)
                     ready += waiting.pop(each.digest, ())
         for orphans in waiting.values():

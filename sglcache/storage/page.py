@@ -191,6 +191,8 @@ class Form:
             raise StorageError("the page is of another identity", reason="foreign")
         name = header[_FIXED.size : _FIXED.size + name_bytes]
         tokens = header[_FIXED.size + name_bytes :][:token_bytes]
+        if len(tokens) != token_bytes:
+            raise StorageError("the header's parts are longer than itself", reason="corrupt")
         namespace = unpacked(name)
         found = Found(namespace, digest[:size], before[:size] if has_before else None, tokens, header_bytes)
         if not self.holds(*found[:4]):

@@ -607,6 +607,7 @@ def test_an_index_that_is_damaged_or_old_is_made_right_from_the_files(tmp_path: 
         db.close()
     store = file_store(tmp_path, memory())
     assert sorted(listed(store)) == sorted(pages_of(run(range(50)))[:-1] + pages_of(run(LONG)))
+    assert {it.namespace for runs in store.listing() for it in runs} == {ROOT}
     assert (right(store, run(range(50))), right(store, run(LONG))) == (11, 8)
     store.close()
     store = file_store(tmp_path, memory())
