@@ -130,8 +130,7 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
         every = np.frombuffer(b"".join([*owned[c], pool.free_slots()]), "<i4")
         if every.size and (every.min() < 0 or every.max() >= pool.total):
             found.append(f"{name}: a slot outside 0..{pool.total - 1}")
-        elif not np.array_equal(np.bincount(every, minlength=pool.total), np.ones(pool.total, np.int64)):
-            counts = np.bincount(every, minlength=pool.total)
+        elif ((counts := np.bincount(every, minlength=pool.total)) != 1).any():
             found.append(
                 f"{name}: slots held twice {np.flatnonzero(counts > 1)[:8].tolist()}, "
                 f"held by nobody {np.flatnonzero(counts == 0)[:8].tolist()}"

@@ -66,7 +66,8 @@ def pack(tokens: Iterable[int]) -> bytes:
 
 
 def unpack_slots(slots: bytes) -> list[int]:
-    return [int(slot) for slot in np.frombuffer(slots, "<i4")]
+    found: list[int] = np.frombuffer(slots, "<i4").tolist()
+    return found
 
 
 @dataclass(eq=False)
