@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -93,9 +94,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def daemon(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Configured with what the command line printed for the folder."""
-    done = in_a_process("--model", folder, "--print-config", "--num-tokens", 1024)
-    assert (done.code, done.err) == (0, "")
-    sections = tomllib.loads(done.out)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["--model", str(folder), "--print-config", "--num-tokens", "1024"]) == 0
+    sections = tomllib.loads(out.getvalue())
     config.parse(sections)  # it is a configuration
     with Daemon(tmp_path_factory.mktemp("daemon"), events={"enabled": False}, **sections) as daemon:
         yield daemon

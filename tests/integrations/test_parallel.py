@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,13 @@ def judge(model: Any, request: Request) -> None:
     torch.testing.assert_close(torch.stack(request.logits), want, atol=BOUND, rtol=0)
 
 
-@pytest.mark.timeout(240)  # three processes import torch
-def test_two_workers_say_what_the_whole_model_says(family: str, daemon: Daemon) -> None:
+def test_two_workers_say_what_the_whole_model_says(family: str, daemon: Daemon, warm: ForkServerContext) -> None:
     """Cold, hit, several at once, loaded back; and when one worker is killed, everything comes back."""
     model = tiny.build(family)
     prompt = tiny.prompt(100)
     with (
         daemon.client(role="scheduler") as scheduler,
-        ShardedModel(partial(tiny.build, family), scheduler) as executor,
+        ShardedModel(partial(tiny.build, family), scheduler, warm) as executor,
     ):
         runner = Runner(scheduler, executor, step_tokens=40)
 

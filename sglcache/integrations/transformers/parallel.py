@@ -19,6 +19,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -68,11 +69,14 @@ class ShardedModel:
     """An `Executor` over `scheduler.geometry.num_shards` processes, which end with it. One thread at a time.
 
     `build` makes the whole model, in each worker, which keeps its part: a module's function, or a partial of one.
+    `context` starts the workers: by default each is a new Python, which imports torch and transformers by itself.
     Unavailable: a worker ended; the session is over then, and so is this.
     """
 
-    def __init__(self, build: Callable[[], Any], scheduler: Client) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(
+        self, build: Callable[[], Any], scheduler: Client, context: SpawnContext | ForkServerContext | None = None
+    ) -> None:
+        context = context or multiprocessing.get_context("spawn")
         num_shards = scheduler.geometry.num_shards
         self._folder = tempfile.TemporaryDirectory(prefix="sglcache-workers-")
         self._pipes: list[Connection] = []
