@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 
-@pytest.mark.timeout(240)  # four processes import torch
+@pytest.mark.timeout(240)  # two processes import torch, one after the other
 def test_the_demo_goes_as_it_should() -> None:
     done = subprocess.run([sys.executable, "-m", "sglcache", "demo"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

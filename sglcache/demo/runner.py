@@ -1,5 +1,7 @@
 """The demo's model runner, a process of its own: a line of JSON in, a line of JSON out, until stdin ends.
 
+It first says what pool its model needs, and is told the socket of a daemon that has it. So nobody else loads torch.
+
 The model is a Llama with random weights and a token for each byte. It says nothing sensible, and takes its time to
 read like a real one.
 """
@@ -9,15 +11,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglcache.client import Client
-from sglcache.integrations.transformers import PagedModel, Runner
+from sglcache.integrations.transformers import PagedModel, Runner, pool_settings
 
 VOCAB = 256
+PAGE_SIZE = 16
+DEVICE_TOKENS = 4096  # room for one of the two manuals, not for both
 
 
 def config() -> Any:
@@ -32,15 +37,20 @@ def config() -> Any:
     )
 
 
-def main(socket: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)  # several wait for the slowest, which on a busy machine takes many times as long
     torch.manual_seed(0)
-    with Client(socket, name="demo runner") as client:
+    tell(pool_settings(config(), page_size=PAGE_SIZE, num_tokens=DEVICE_TOKENS, dtype="float32"))
+    with Client(Path(json.loads(sys.stdin.readline())), name="demo runner") as client:
         model = PagedModel(LlamaForCausalLM(config()), client)
         runner = Runner(client, model)
-        print(json.dumps({"ready": True}), flush=True)
+        tell({"ready": True})
         for line in sys.stdin:
-            print(json.dumps(answer(runner, **json.loads(line))), flush=True)
+            tell(answer(runner, **json.loads(line)))
+
+
+def tell(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts), flush=True)
 
 
 def answer(runner: Runner, text: str, max_new_tokens: int) -> dict[str, Any]:
@@ -60,4 +70,4 @@ def answer(runner: Runner, text: str, max_new_tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

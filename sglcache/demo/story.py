@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -21,8 +22,6 @@ from sglcache.testing.daemon import Daemon
 from sglcache.wire.events import BlockRemoved, BlockStored
 
 NUM_NEW = 12
-PAGE_SIZE = 16
-DEVICE_TOKENS = 4096  # room for one of the two manuals, not for both
 HANDBOOK = "You are a patient assistant of a public library. " + "Rule {}: answer in one sentence, and be kind. " * 60
 ALMANAC = "You are an almanac of the sea, and know the tides. " + "Entry {}: at noon the wind turns to the west. " * 60
 
@@ -56,23 +55,24 @@ class Report:
 
 
 class RunnerProcess:
-    """The model runner, which can be killed."""
+    """The model runner, which can be killed. It is there from construction on, and attached once it is told where."""
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sglcache.demo.runner", str(socket)],
+            [sys.executable, "-m", "sglcache.demo.runner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._receive()
+        self.pool = self._receive()
+        """`[pool]` for its model."""
+
+    def attach(self, socket: Path) -> None:
+        self._send(str(socket))
 
     def ask(self, text: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"text": text, "max_new_tokens": NUM_NEW}) + "\n")
-        self.process.stdin.flush()
-        return self._receive()
+        return self._send({"text": text, "max_new_tokens": NUM_NEW})
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -80,6 +80,12 @@ class RunnerProcess:
 
     def close(self) -> None:
         self.process.communicate()  # closes its stdin, which ends it
+
+    def _send(self, words: object) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+        return self._receive()
 
     def _receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -104,22 +110,24 @@ class RunnerProcess:
 def play(say: Callable[[str], None], show: Callable[[Told], None]) -> Report:
     """The whole demo. NotInstalled: torch or transformers is not there."""
     with extras():
-        from sglcache.demo.runner import config
-        from sglcache.integrations.transformers import pool_settings
+        for module in ("torch", "transformers"):  # the runners load them, and take their time for it
+            if importlib.util.find_spec(module) is None:
+                raise ModuleNotFoundError(name=module)
 
     report = Report()
-    with tempfile.TemporaryDirectory(prefix="sglcache-demo-") as folder:
-        pool = pool_settings(config(), page_size=PAGE_SIZE, num_tokens=DEVICE_TOKENS, dtype="float32")
-        say(f"a daemon with room for {DEVICE_TOKENS:,} tokens on the device, and four times as many on the host")
-        host = {"num_tokens": 4 * DEVICE_TOKENS}
-        with Daemon(Path(folder), pool=pool, host=host) as daemon, daemon.observer() as observer:
+    with tempfile.TemporaryDirectory(prefix="sglcache-demo-") as folder, RunnerProcess() as runner:
+        num_tokens = runner.pool["num_tokens"]
+        say(f"a daemon with room for {num_tokens:,} tokens on the device, and four times as many on the host")
+        host = {"num_tokens": 4 * num_tokens}
+        with Daemon(Path(folder), pool=runner.pool, host=host) as daemon, daemon.observer() as observer:
             stream = observer.status()["stream"]
             with Mirror(stream["endpoint"], stream["replay_endpoint"]) as router:
-                _tell(daemon, observer, router, report, say, show)
+                _tell(runner, daemon, observer, router, report, say, show)
     return report
 
 
 def _tell(
+    runner: RunnerProcess,
     daemon: Daemon,
     observer: Client,
     router: Mirror,
@@ -140,7 +148,8 @@ def _tell(
             report.problems.append(problem)
 
     say("a model runner attaches (a small Llama of random weights; it takes its time to read, like a real one)")
-    with RunnerProcess(daemon.socket) as runner:
+    with runner:
+        runner.attach(daemon.socket)
         cold = ask(runner, "cold: nobody has read the handbook", HANDBOOK, "Where are the maps?")
         warm = ask(runner, "another question on the handbook", HANDBOOK, "When do you close?")
         check(warm.matched_tokens > 0 and not warm.host_tokens, "the second question did not hit the device")
@@ -150,7 +159,8 @@ def _tell(
         check(back.output == cold.output, "the same question was answered otherwise")
         say(f"kill -9 {runner.process.pid}, and another runner attaches")
         runner.kill()
-    with RunnerProcess(daemon.socket) as heir:
+    with RunnerProcess() as heir:
+        heir.attach(daemon.socket)
         again = ask(heir, "the first question, to the new runner", HANDBOOK, "Where are the maps?")
         check(again.matched_tokens > 0, "the new runner found nothing")
         check(again.output == cold.output, "the new runner answered otherwise")
