@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,9 @@ def page_size() -> int:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path, page_size: int) -> Iterator[Daemon]:
+def daemon(lend: Callable[..., Daemon], page_size: int) -> Daemon:
     pool = {"page_size": page_size, "num_tokens": NUM_PAGES * PAGE_SIZE, "dtype": "float32"}
-    with Daemon(tmp_path, pool=pool, host={"num_tokens": 4 * NUM_PAGES * PAGE_SIZE}) as daemon:
-        yield daemon
+    return lend(pool=pool, host={"num_tokens": 4 * NUM_PAGES * PAGE_SIZE})
 
 
 class Request:

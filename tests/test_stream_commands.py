@@ -6,6 +6,7 @@ import json
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ def sglcache(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_an_announcement_is_over_when_the_command_is(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon, daemon.client() as client:
+def test_an_announcement_is_over_when_the_command_is(lend: Callable[..., Daemon]) -> None:
+    daemon = lend()
+    with daemon.client() as client:
         with client.acquire(range(40)) as lease:
             lease.commit()
         daemon.settle()
@@ -48,11 +50,10 @@ def test_health_is_that_of_every_rank(tmp_path: Path) -> None:
     assert (gone.returncode, gone.stdout) == (69, "")
 
 
-def test_without_events_an_announcement_says_what_to_set(tmp_path: Path) -> None:
-    with Daemon(tmp_path, events={"enabled": False}) as daemon:
-        done = sglcache("announce", "--socket", daemon.socket)
-        assert done.returncode == 2
-        assert "events.enabled" in done.stderr
+def test_without_events_an_announcement_says_what_to_set(lend: Callable[..., Daemon]) -> None:
+    done = sglcache("announce", "--socket", lend(events={"enabled": False}).socket)
+    assert done.returncode == 2
+    assert "events.enabled" in done.stderr
 
 
 def test_keys_are_made_once_and_the_secret_is_ones_own(tmp_path: Path) -> None:

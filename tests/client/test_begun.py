@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,21 +60,15 @@ class Held(EventRing):
             self.complete(*each)
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
-        yield daemon
+@pytest.fixture
+def daemon(lend: Callable[..., Daemon]) -> Daemon:
+    return lend()
 
 
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Client]:
-    daemon.settle()
     with daemon.client() as client:
-        client.clear()
         yield client
-    status = daemon.settle()
-    assert status["gauges"]["num_leases"] == 0
-    assert status["sessions"] == []
 
 
 def count_writes(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[int]:

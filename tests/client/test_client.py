@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,20 +32,15 @@ from sglcache.units import Tier
 TOKENS = list(range(50))  # 12 whole pages of 4 and a half
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
-        yield daemon
+@pytest.fixture
+def daemon(lend: Callable[..., Daemon]) -> Daemon:
+    return lend()
 
 
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Client]:
     with daemon.client() as client:
-        client.clear()
         yield client
-    status = daemon.settle()
-    assert status["gauges"]["num_leases"] == 0
-    assert status["sessions"] == []
 
 
 # -- the journey --------------------------------------------------------------------------------------

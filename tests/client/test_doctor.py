@@ -32,9 +32,8 @@ QUICK_S = 2.0  # for what never comes
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, **HTTP, **BRISK) as daemon:
-        yield daemon
+def daemon(lend: Callable[..., Daemon]) -> Daemon:
+    return lend(**HTTP, **BRISK)
 
 
 def look(daemon: Daemon, **options: Any) -> dict[str, Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -15,21 +15,15 @@ TOKENS = list(range(64))  # 16 pages
 PAGES = 256
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon")) as daemon:
-        yield daemon
+@pytest.fixture
+def daemon(lend: Callable[..., Daemon]) -> Daemon:
+    return lend()
 
 
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Client]:
-    daemon.settle()
     with daemon.client() as client:
-        client.clear()
         yield client
-    status = daemon.settle()
-    assert status["gauges"]["num_leases"] == 0
-    assert status["sessions"] == []
 
 
 def put(client: Client, tokens: object) -> None:

@@ -21,14 +21,9 @@ POOLS = (256, 96)  # pages: the second evicts what the first keeps
 class Stages:
     """Both daemons, and a client of each."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, lend: Callable[..., Daemon], stack: ExitStack) -> None:
         self.daemons = [
-            stack.enter_context(
-                Daemon(
-                    folder / str(n), pool={"num_tokens": 4 * pages}, host={"num_tokens": 0}, events={"enabled": False}
-                )
-            )
-            for n, pages in enumerate(POOLS)
+            lend(pool={"num_tokens": 4 * pages}, host={"num_tokens": 0}, events={"enabled": False}) for pages in POOLS
         ]
         self.clients = [stack.enter_context(daemon.client()) for daemon in self.daemons]
 
@@ -38,9 +33,9 @@ class Stages:
 
 
 @pytest.fixture
-def stages(tmp_path: Path) -> Iterator[Stages]:
+def stages(lend: Callable[..., Daemon]) -> Iterator[Stages]:
     with ExitStack() as stack:
-        yield Stages(tmp_path, stack)
+        yield Stages(lend, stack)
 
 
 def run(leases: list[Lease]) -> None:

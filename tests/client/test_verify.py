@@ -194,17 +194,17 @@ def test_where_the_start_is_gone_what_is_there_is_compared(tmp_path: Path) -> No
         assert "from a snapshot on" in describe(report)
 
 
-def test_without_events_there_is_nothing_to_verify(tmp_path: Path) -> None:
-    with Daemon(tmp_path, events={"enabled": False}) as daemon:
-        with pytest.raises(Unavailable, match=r"events\.enabled"):
-            check(daemon)
-        ran = run(daemon)
-        assert (ran.returncode, ran.stdout) == (69, "")
-        assert ran.stderr.startswith("error[unavailable]: the daemon publishes no events")
+def test_without_events_there_is_nothing_to_verify(lend: Callable[..., Daemon]) -> None:
+    daemon = lend(events={"enabled": False})
+    with pytest.raises(Unavailable, match=r"events\.enabled"):
+        check(daemon)
+    ran = run(daemon)
+    assert (ran.returncode, ran.stdout) == (69, "")
+    assert ran.stderr.startswith("error[unavailable]: the daemon publishes no events")
 
 
-def test_a_stream_that_cannot_be_reached_is_a_problem_with_its_addresses(tmp_path: Path) -> None:
-    with Daemon(tmp_path) as daemon, daemon.observer() as observer:
+def test_a_stream_that_cannot_be_reached_is_a_problem_with_its_addresses(lend: Callable[..., Daemon]) -> None:
+    with lend().observer() as observer:
         status = observer.status()
         status["stream"]["endpoint"] = status["stream"]["replay_endpoint"] = "tcp://127.0.0.1:1"
 

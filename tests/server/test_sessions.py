@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +17,9 @@ from sglcache.testing.daemon import Daemon, Puppet, until
 TOKENS = list(range(64))  # 16 pages
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with Daemon(tmp_path_factory.mktemp("daemon"), pool={"num_shards": 2}) as daemon:
-        yield daemon
+@pytest.fixture
+def daemon(lend: Callable[..., Daemon]) -> Daemon:
+    return lend(pool={"num_shards": 2})
 
 
 class Held(EventRing):

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sglcache.testing.daemon import Daemon, until
+
+MOST = 8  # daemons on the shelf, of a hundred megabytes each
+
+Lend = Callable[..., Daemon]
+
+
+class Shelf:
+    """Running daemons by their configuration, for tests that leave them as they found them."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._daemons: dict[str, Daemon] = {}  # the last one used is the last
+
+    def take(self, sections: dict[str, Any]) -> Daemon:
+        """One of that configuration, with nothing cached."""
+        key = json.dumps(sections, sort_keys=True)
+        daemon = self._daemons.pop(key, None) or Daemon(self._folders.mktemp("lent"), **sections)
+        self._daemons[key] = daemon
+        if len(self._daemons) > MOST:
+            self._stop(next(iter(self._daemons)))
+        with daemon.observer() as observer:
+            observer.clear()
+        return daemon
+
+    def take_back(self, daemon: Daemon) -> None:
+        """AssertionError: something was left behind in it, and nobody gets it again."""
+        try:
+            until(lambda: not daemon.status(prove=False)["sessions"])
+            status = daemon.settle()
+            assert status["gauges"]["num_leases"] == 0
+            for pool in status["pools"]:
+                assert pool["fenced"] == pool["leased"] == pool["locked"] == 0
+        except BaseException:
+            self._daemons = {key: each for key, each in self._daemons.items() if each is not daemon}
+            daemon.kill()
+            raise
+
+    def close(self) -> None:
+        for key in list(self._daemons):
+            self._stop(key)
+
+    def _stop(self, key: str) -> None:
+        daemon = self._daemons.pop(key)
+        code = daemon.stop()
+        assert code == 0, f"a daemon ended with {code}: {daemon.said()}"
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    shelf = Shelf(tmp_path_factory)
+    yield shelf
+    shelf.close()
+
+
+@pytest.fixture
+def lend(shelf: Shelf) -> Iterator[Lend]:
+    """`lend(**sections)`: a daemon of that configuration, empty, and idle again when the test is over.
+
+    The same one for all tests of this process that ask for the same. It is for tests that neither end it, nor look at
+    what it counted from its start on, nor plant anything in it: these start their own.
+    """
+    lent: list[Daemon] = []
+
+    def lend(**sections: Any) -> Daemon:
+        lent.append(shelf.take(sections))
+        return lent[-1]
+
+    yield lend
+    for daemon in lent:
+        shelf.take_back(daemon)
