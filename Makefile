@@ -8,6 +8,8 @@ PYTHON ?= python3
 ARGS ?=
 TRACE ?=
 BIN := .venv/bin
+# Tests and benchmarks start hundreds of processes: none is to compile the source for itself.
+unexport PYTHONDONTWRITEBYTECODE
 # One stamp for each wish, so that another TORCH= installs again.
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,12 @@ from sglcache.testing.daemon import Daemon, until
 MOST = 8  # daemons on the shelf, of a hundred megabytes each
 
 Lend = Callable[..., Daemon]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; let no `gc.collect()` of a test walk it, which takes half a second with transformers."""
+    gc.collect()
+    gc.freeze()
 
 
 class Shelf:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,16 @@ HOME = {
 }
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """The full names of all that the file imports, in whatever scope."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -160,7 +167,7 @@ def test_this_import_loads_no_torch(statement: str) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_no_module_keeps_state(path: Path) -> None:
-    wrong = list(module_state(ast.parse(path.read_text())))
+    wrong = list(module_state(tree(path)))
     assert not wrong, f"{name(path)}: {wrong}; state belongs to an object that `build` makes"
 
 
@@ -199,7 +206,7 @@ def test_the_state_check_sees_what_it_should() -> None:
 def test_no_test_sleeps() -> None:
     """A test waits for the thing itself, with a deadline; what a sleep hides comes back as a flaky test."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sleep":
                 zero = node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
                 assert zero, f"{name(path)}:{node.lineno} sleeps"

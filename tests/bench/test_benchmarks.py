@@ -124,11 +124,11 @@ def test_index_against_a_peer(trace: Path) -> None:
 
 @pytest.mark.parametrize("two_tiers", [False, True])
 def test_memory_fills_the_pool_with_each_shape(two_tiers: bool) -> None:
-    row = memory.run(memory.Options(num_pages=2048, page_size=4, two_tiers=two_tiers))
+    row = memory.run(memory.Options(num_pages=1024, page_size=4, two_tiers=two_tiers))
     assert [(shape["pages"], shape["nodes"]) for shape in row["shapes"]] == [
-        (2048, 2048), (2048, 512), (2048, 32), (2048, 2),
+        (1024, 1024), (1024, 256), (1024, 16), (1024, 1),
     ]  # fmt: skip
-    assert {shape["payload_bytes"] for shape in row["shapes"]} == {2048 * (16 + 4 * (1 + two_tiers) + 16)}
+    assert {shape["payload_bytes"] for shape in row["shapes"]} == {1024 * (16 + 4 * (1 + two_tiers) + 16)}
     assert row["node_bytes"] > 0
 
 

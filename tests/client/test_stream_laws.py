@@ -241,13 +241,14 @@ BUGS: dict[str, list[Edit]] = {
     ],
     "no snapshot begins with a clear": [(Snapshot, "next", "building.clear()", "pass")],
 }  # fmt: skip
+LATE = {"what happens during a snapshot is not told": 40}  # the seed that shows it, to save the time until there
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda name: name.replace(" ", "-"))
 def test_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for edit in BUGS[bug]:
         plant(monkeypatch, *edit)
-    for seed in range(NUM_STORIES // len(VARIANTS)):
+    for seed in (LATE.get(bug, 0), *range(NUM_STORIES // len(VARIANTS))):
         for fixed in VARIANTS.values():
             try:
                 play(seed, **fixed)
