@@ -21,6 +21,7 @@ from sglcache.errors import SglcacheError
 
 START_S = 60.0  # a loaded machine imports torch slowly
 STOP_S = 30.0
+POLL_S = 0.005  # between two questions: what is waited for mostly needs the processor too
 
 # What the process runs: a daemon, and one line of JSON down the pipe when clients can attach. A rank is launched with
 # the prelude before it.
@@ -349,4 +350,5 @@ def until(condition: Callable[[], bool], within_s: float = 10.0) -> float:
     while not condition():
         took = time.monotonic() - started
         assert took < within_s, f"not so after {took:.3f} s"
+        time.sleep(POLL_S)
     return time.monotonic() - started

@@ -112,11 +112,11 @@ class Asker:
 
 
 @pytest.fixture
-def replaying(tmp_path: Path) -> Iterator[tuple[Daemon, Asker]]:
-    with Daemon(tmp_path, events={"topic": TOPIC, "heartbeat_s": 60.0}) as daemon:
-        asker = Asker(daemon)
-        yield daemon, asker
-        asker.context.destroy(linger=0)
+def replaying(lend: Callable[..., Daemon]) -> Iterator[tuple[Daemon, Asker]]:
+    daemon = lend(events={"topic": TOPIC, "heartbeat_s": 60.0})
+    asker = Asker(daemon)
+    yield daemon, asker
+    asker.context.destroy(linger=0)
 
 
 def test_a06_what_is_replayed_is_what_was_live_however_it_is_asked_for(replaying: tuple[Daemon, Asker]) -> None:
@@ -168,9 +168,10 @@ def test_a06_who_subscribes_to_another_topic_hears_nothing_live(replaying: tuple
         assert not mirror.catch_up(client.digest()["seq"] + 1, 0.2)
 
 
-def test_a18_a_lora_and_a_salt_of_one_name_are_never_each_others(tmp_path: Path) -> None:
+def test_a18_a_lora_and_a_salt_of_one_name_are_never_each_others(lend: Callable[..., Daemon]) -> None:
     tokens = list(range(1, 9))
-    with Daemon(tmp_path) as daemon, daemon.client() as client, mirror_of(daemon) as mirror:
+    daemon = lend()
+    with daemon.client() as client, mirror_of(daemon) as mirror:
         put(client, tokens, lora="X")
         daemon.settle()
         assert_exact(daemon, mirror)

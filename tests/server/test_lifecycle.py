@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,8 +129,9 @@ def test_a_life_begins_with_all_cleared_and_beats_when_idle(folder: Path) -> Non
         assert batches[-1][1].events == []
 
 
-def test_with_events_off_nothing_is_bound_or_told(folder: Path) -> None:
-    with Daemon(folder, events={"enabled": False}) as daemon, daemon.client() as client:
+def test_with_events_off_nothing_is_bound_or_told(lend: Callable[..., Daemon]) -> None:
+    daemon = lend(events={"enabled": False})
+    with daemon.client() as client:
         assert daemon.info["stream"] is None
         assert daemon.info["kv_events"] is None
         with client.acquire(TOKENS) as lease:

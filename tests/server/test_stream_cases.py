@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,10 @@ def test_replay_is_the_live_frames_again_whoever_asks(tmp_path: Path, dealers: A
             assert picture == {medium: set(observer.dump(tier).hashes) for tier, medium in MEDIA.items()}
 
 
-def test_namespaces_are_three_and_none_is_another(tmp_path: Path) -> None:
+def test_namespaces_are_three_and_none_is_another(lend: Callable[..., Daemon]) -> None:
     """A18, on the wire as in the cache: a lora X is no salt X, no two parts join to one, and an empty one is none."""
-    with Daemon(tmp_path, events={"heartbeat_s": 60.0}) as daemon, daemon.client() as client:
+    daemon = lend(events={"heartbeat_s": 60.0})
+    with daemon.client() as client:
         tokens = list(range(8))
         put(client, tokens, lora="X")
         assert client.peek(tokens, cache_salt="X").matched_tokens == 0
@@ -193,9 +194,10 @@ def test_a_router_is_set_right_by_a_restart_within_a_second(tmp_path: Path) -> N
             assert len(mirror.hashes("GPU")) == 4
 
 
-def test_what_an_idle_daemon_does_by_itself_is_told_without_waiting_for_others(tmp_path: Path) -> None:
+def test_what_an_idle_daemon_does_by_itself_is_told_without_waiting_for_others(lend: Callable[..., Daemon]) -> None:
     """Copies' ends and clears, with the next heartbeat a minute away: nothing else comes to take them along."""
-    with Daemon(tmp_path, events={"heartbeat_s": 60.0}) as daemon, daemon.client() as client:
+    daemon = lend(events={"heartbeat_s": 60.0})
+    with daemon.client() as client:
         stream = client.status()["stream"]
         with Mirror(stream["endpoint"], stream["replay_endpoint"]) as mirror:
             put(client, range(16))
