@@ -34,7 +34,7 @@ demo: $(STAMP) ## a daemon, a small model, and a conversation that outlives its 
 	@$(BIN)/sglcache demo
 
 test: $(STAMP) ## the tests that need no GPU
-	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(STAMP) ## format, lint, types, layers: what CI holds
 	$(BIN)/ruff format --check .

@@ -9,15 +9,20 @@ import pytest
 
 from sglcache.testing.daemon import Daemon, until
 
-MOST = 8  # daemons on the shelf, of a hundred megabytes each
+MOST = 4  # daemons on the shelf: an idle one costs in two minutes what its start would
 
 Lend = Callable[..., Daemon]
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays; let no `gc.collect()` of a test walk it, which takes half a second with transformers."""
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """What was imported stays; let no `gc.collect()` of a test walk it, which takes half a second with transformers.
+
+    A module whose tests thaw it again leaves it to the next.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 class Shelf:

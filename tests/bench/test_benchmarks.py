@@ -34,6 +34,16 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("two_tiers", [False, True])
+def test_memory_fills_the_pool_with_each_shape(two_tiers: bool) -> None:
+    row = memory.run(memory.Options(num_pages=1024, page_size=4, two_tiers=two_tiers))
+    assert [(shape["pages"], shape["nodes"]) for shape in row["shapes"]] == [
+        (1024, 1024), (1024, 256), (1024, 16), (1024, 1),
+    ]  # fmt: skip
+    assert {shape["payload_bytes"] for shape in row["shapes"]} == {1024 * (16 + 4 * (1 + two_tiers) + 16)}
+    assert row["node_bytes"] > 0
+
+
 def test_index_counts_what_it_did(trace: Path) -> None:
     row = index.run(index.Options(trace, page_size=16, capacity_tokens=1 << 16, events=True))
     assert row["requests"] == 6
@@ -120,16 +130,6 @@ def test_index_against_a_peer(trace: Path) -> None:
         index.against(ours, peer(page_size=16), 1)
     with pytest.raises(BenchError):
         index.against(ours, "false", 1)
-
-
-@pytest.mark.parametrize("two_tiers", [False, True])
-def test_memory_fills_the_pool_with_each_shape(two_tiers: bool) -> None:
-    row = memory.run(memory.Options(num_pages=1024, page_size=4, two_tiers=two_tiers))
-    assert [(shape["pages"], shape["nodes"]) for shape in row["shapes"]] == [
-        (1024, 1024), (1024, 256), (1024, 16), (1024, 1),
-    ]  # fmt: skip
-    assert {shape["payload_bytes"] for shape in row["shapes"]} == {1024 * (16 + 4 * (1 + two_tiers) + 16)}
-    assert row["node_bytes"] > 0
 
 
 def test_stall_runs_every_part() -> None:

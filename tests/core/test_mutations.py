@@ -1025,6 +1025,6 @@ def test_the_same_programs_pass_without_a_bug() -> None:
     a_tier_is_cleared()
     small_heaps()
     whoever_waits_is_refused()
-    for fixed in ({}, TWO_TIERS, LOADS, TWO_POLICIES, {"bigram": True}):
+    for fixed in (TWO_TIERS, TWO_POLICIES):  # of the others, test_laws runs the same
         for seed in range(30):
             run(seed, **fixed)
