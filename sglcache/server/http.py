@@ -1,7 +1,7 @@
 """HTTP for people, probes and routers: GET /health, /server_info and /metrics, of all ranks, by the supervisor.
 
 Each page is made when it is asked for and has a deadline; nothing here changes anything. aiohttp is loaded with this
-module: the supervisor does so once the ranks are on their way.
+module: the supervisor does so once the ranks are on their way, and without `[http]` not before somebody asks.
 """
 
 from __future__ import annotations

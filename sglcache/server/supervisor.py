@@ -39,6 +39,7 @@ from sglcache.server.pages import RankPages
 from sglcache.server.plan import plan
 
 if TYPE_CHECKING:
+    from sglcache.server.http import HttpServer
     from sglcache.server.indexers import Indexers
 
 logger = logging.getLogger("sglcache.supervisor")
@@ -103,11 +104,11 @@ class Supervisor:
                     self._spawn(child)
                 except OSError as exc:
                     raise StartError(f"{child.seat} can't be started: {exc}", rank=child.seat.offset) from exc
-            from sglcache.server.http import HttpServer  # not before the ranks are on their way: it takes 0.2 s
-
             pages = RankPages(self.config, self.children, self._url, lambda: self.state, self.timing.answer)
-            server = HttpServer(pages, socks)
-            await server.start()
+            serving = loop.create_task(self._serve(pages, socks))
+            serving.add_done_callback(self._serves)
+            if self.config.http.enabled:
+                await serving
             if self.config.events.enabled and self.config.events.dynamo_indexers:
                 from sglcache.server.indexers import Indexers
 
@@ -124,7 +125,10 @@ class Supervisor:
             finally:
                 if self._indexers is not None:
                     await self._indexers.close()
-                await server.stop()
+                if not serving.done():
+                    serving.cancel()
+                elif serving.exception() is None:
+                    await serving.result().stop()
         if self._error is not None:
             raise self._error
         return self._code
@@ -139,6 +143,20 @@ class Supervisor:
             socks.append(undo.enter_context(doors.tcp(http.host, http.port, "http.port")))
             self._url = doors.url(http.host, socks[-1].getsockname()[1])
         return socks
+
+    async def _serve(self, pages: RankPages, socks: Sequence[socket.socket]) -> HttpServer:
+        """Serve the pages: at once with `[http]`, else from the first question on; few ask the unix socket, or none."""
+        if not self.config.http.enabled:
+            await _visitor(socks[0])
+        from sglcache.server.http import HttpServer  # not before the ranks are on their way: it takes 0.2 s
+
+        server = HttpServer(pages, socks)
+        await server.start()
+        return server
+
+    def _serves(self, task: asyncio.Task[HttpServer]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._unexpected(task.get_loop(), {"message": "the pages can't be served", "exception": error})
 
     async def _until(self, so: Callable[[], bool]) -> None:
         """Wait for it, for a signal, or for the start to fail."""
@@ -258,6 +276,16 @@ class Supervisor:
                 if child.state == "ok":
                     logger.warning("%s is alive again", child.seat)
         loop.call_later(self.timing.beat, self._watch_silence, loop, silent)
+
+
+async def _visitor(sock: socket.socket) -> None:
+    """Wait until somebody connects; whoever listens then has him to accept."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(sock)
 
 
 def _launch() -> list[str]:

@@ -161,6 +161,14 @@ def test_the_supervisor_loads_nothing_that_a_rank_could_die_of(whole: Daemon) ->
         assert library not in maps, f"{library} is in the supervisor"
 
 
+def test_without_http_what_serves_the_pages_is_not_loaded_before_somebody_asks(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        maps = Path(f"/proc/{daemon.process.pid}/maps")
+        assert "aiohttp" not in maps.read_text()
+        assert daemon.ask("/health")["status"] == "ok"
+        assert "aiohttp" in maps.read_text()
+
+
 def test_log_lines_say_whose_they_are(whole: Daemon) -> None:
     for offset in range(4):
         assert f"INFO rank {offset} sglcache.rank: serving " in whole.said()
