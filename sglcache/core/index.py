@@ -68,6 +68,7 @@ class IndexConfig:
     page_size: int
     num_pages: int
     host_pages: int = 0  # 0: one tier
+    host_ready: int | None = None  # of them, how many may be used at first; None: all
     hash_name: str = "xxh3_128"
     events: bool = True
     first_seq: int = 1
@@ -201,7 +202,7 @@ class Index:
         self.hasher = hashing.hasher(config.hash_name)
         self.pools = [SlotPool(config.num_pages)]
         if config.host_pages:
-            self.pools.append(SlotPool(config.host_pages))
+            self.pools.append(SlotPool(config.host_pages if config.host_ready is None else config.host_ready))
         full = Full()
         self.resources = [full] * len(self.pools)
         policies = [config.eviction, config.host_eviction][: len(self.pools)]
@@ -748,6 +749,15 @@ class Index:
             self._loaded(load, ok)
             return
         self.backups.done(ticket, ok)
+
+    def host_ready(self, num_pages: int) -> None:
+        """The first `num_pages` host pages are usable now, no fewer than before. What found no room is tried again."""
+        pool = self.pools[HOST]
+        assert pool.total <= num_pages <= self.config.host_pages, f"{num_pages} after {pool!r}"
+        self._moves += 1
+        pool.free += num_pages - pool.total
+        pool.total = num_pages
+        self.backups.let_go()
 
     # -- the turn -----------------------------------------------------------------------------------------------
 

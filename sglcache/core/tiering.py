@@ -158,7 +158,7 @@ class Backups:
                     count = 0
                     orders[HOST].unpin(backed)
         done = count == len(chain)
-        if not done and not whole and self._pages_to(chain[-1]) <= pool.total:
+        if not done and not whole and self._pages_to(chain[-1]) <= index.config.host_pages:
             self._skipped[chain[-1]] = None
             self.due |= sliced
         if not done and not again:

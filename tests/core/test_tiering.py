@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from sglcache.core.index import DEVICE, HOST
+from sglcache.core import invariants
+from sglcache.core.effects import Copy, Grant
+from sglcache.core.index import DEVICE, HOST, Index, IndexConfig
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError
 from sglcache.testing.journeys import acquire, brief, evict, hashes, ids, new_events, put, rig
 from sglcache.testing.model import LeaseModel
-from sglcache.testing.rig import Rig, Runner
+from sglcache.testing.rig import Rig, Runner, pack
 
 ONE = ids(1, 16)
 
@@ -196,6 +198,46 @@ def test_a_clear_copies_nothing() -> None:
     r.clear(None)
     assert not r.copies
     assert r.peek(ONE) == (0, 0)
+
+
+# -- a host tier that grows -------------------------------------------------------------------------------------------
+
+
+def test_host_pages_are_used_as_they_are_ready_and_what_waited_is_sent_then() -> None:
+    """The host's memory is had in the background: at first it has none, and a prompt is told of on the device alone."""
+    index = Index(IndexConfig(page_size=4, num_pages=16, host_pages=8, host_ready=0))
+    session = index.open_session()
+    for number, tokens in enumerate((ONE, ids(101, 108))):
+        grant = index.acquire(session, 2 * number, pack(tokens))
+        assert isinstance(grant, Grant)
+        index.commit(session, 2 * number + 1, grant.lease, number + 1)
+        index.event_done(session, number + 1)
+    assert (index.pools[HOST].total, index.counters["backup_pages_skipped"]) == (0, 6)
+    sent = []
+    for ready in (1, 3, 8):
+        index.host_ready(ready)
+        assert index.busy
+        while index.step():
+            pass
+        assert invariants.check(index) == []
+        sent += [len(effect.src_slots) // 4 for effect in index.drain() if isinstance(effect, Copy)]
+        assert sum(sent) <= ready
+        pool = index.pools[HOST]
+        assert (pool.total, pool.free + pool.cached) == (ready, ready)
+    assert sent == [2, 4]
+    with pytest.raises(AssertionError):
+        index.host_ready(7)  # memory that was given is not taken back
+    with pytest.raises(AssertionError):
+        index.host_ready(9)
+
+
+def test_a_clear_leaves_a_growing_host_tier_the_size_that_it_had() -> None:
+    index = Index(IndexConfig(page_size=4, num_pages=16, host_pages=8, host_ready=3))
+    index.clear(None)
+    assert index.pools[HOST].total == 3
+    index.host_ready(8)
+    assert (index.pools[HOST].total, index.pools[HOST].free) == (8, 8)
+    assert invariants.check(index) == []
 
 
 # -- load-back --------------------------------------------------------------------------------------------------------
