@@ -238,6 +238,16 @@ class HostConfig(Section):
         "host tier.",
     )
     layout: Layout = Field(default="page_first", description="As pool.layout, of the host's pages; each may be either.")
+    populate: bool = Field(
+        default=False,
+        description="Have all of its memory from the start on, in the background, instead of as it is written.",
+    )
+    copy_threads: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Threads that copy, for each direction; 0: a quarter of the cores, 1 to 4.",
+    )
     write_policy: Literal["write_through", "write_through_selective", "write_back"] = Field(
         default="write_through",
         description="When a page is copied to it: with the commit that brings it (write_through), once it was used "

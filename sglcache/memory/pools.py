@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglcache.errors import ClosedError
-from sglcache.memory.geometry import Geometry, Placement, Region
-from sglcache.memory.mapping import create_memfd, map_shared
+from sglcache.memory.geometry import Geometry, Placement, Region, moves
+from sglcache.memory.mapping import create_memfd, map_shared, populate
 from sglcache.units import Tier
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Rows = np.ndarray[Any, np.dtype[np.void]]  # [num_pages], each item one page's b
 
 
 class Pool:
-    """A buffer of pages, zero at first. Nothing is touched at start: memory is taken page by page."""
+    """A buffer of pages, zero at first. Nothing is touched at start: memory is taken as it is written, or populated."""
 
     def __init__(self, name: str, placement: Placement) -> None:
         self.placement = placement
@@ -51,10 +51,21 @@ class Pool:
             raise ClosedError("the pool is closed")
         return self._buffer
 
+    @property
+    def address(self) -> int:
+        """Where the buffer begins in this process. ClosedError once closed."""
+        return int(self.buffer.ctypes.data)
+
     def rows(self, region: Region) -> Rows:
         """void [num_pages], strided, an item a page's bytes of the region, on the shared memory."""
         item = np.dtype(f"V{region.num_bytes}")
         return np.ndarray(self.num_pages, item, self.buffer.data, region.offset, (region.page_stride,))
+
+    def populate(self, first: int, stop: int) -> None:
+        """Have the memory of pages first..stop-1 now, whatever they hold. OSError: the machine won't give it."""
+        for region, _ in moves(self.placement, self.placement):
+            start = region.start(first)
+            populate(self.address + start, region.start(stop - 1) + region.num_bytes - start)
 
     @property
     def pages(self) -> Tensor:

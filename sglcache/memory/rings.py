@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from array import array
 from collections import deque
@@ -132,7 +133,8 @@ class EventRingReader:
 class LoadRing:
     """The daemon's word on loads from the host: per load slot and layer the generation that is readable, or FAILED.
 
-    One ring for all members; a doorbell for each, since draining it is the member's alone.
+    One ring for all members; a doorbell for each, since draining it is the member's alone. Any thread may `write`, one
+    at a time to each slot: what copies says what is there, without the event loop between.
     """
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
@@ -146,45 +148,56 @@ class LoadRing:
             raise
         self._doorbells: set[int] = set()
         self._closed = False
+        self._lock = threading.Lock()  # a number that was a doorbell may be another's descriptor a moment later
 
     def join(self) -> int:
         """A new member's doorbell, to be sent to it. It stays the ring's."""
         doorbell = _doorbell()
-        self._doorbells.add(doorbell)
+        with self._lock:
+            self._doorbells.add(doorbell)
         return doorbell
 
     def leave(self, doorbell: int) -> None:
         """The member is gone: close its doorbell here."""
-        self._doorbells.remove(doorbell)
-        os.close(doorbell)
+        with self._lock:
+            self._doorbells.remove(doorbell)
+            os.close(doorbell)
 
     def write(
-        self, slot: int, generation: int, layer: int | None = None, *, doorbells: Iterable[int] | None = None
+        self,
+        slot: int,
+        generation: int,
+        first: int = 0,
+        stop: int | None = None,
+        *,
+        doorbells: Iterable[int] | None = None,
     ) -> None:
-        """This layer, or every one, of the load in `slot` is readable; FAILED as generation: it never will be.
+        """Layers first..stop-1 (None: to the last) of the load in `slot` are readable; FAILED: they never will be.
 
         Then ring `doorbells`, or every member's. Never blocks. A slot that FAILED is best not used again: a later
-        generation would tell a waiter who looks late that its own load went well.
+        generation would tell a waiter who looks late that its own load went well. Once closed it does nothing.
         """
+        stop = self.num_layers if stop is None else stop
         assert 0 <= slot < self.num_slots, f"load slot {slot} of {self.num_slots}"
-        first = slot * self.num_layers
-        if layer is None:
-            self._words[first : first + self.num_layers] = memoryview(array("Q", [generation]) * self.num_layers)
-        else:
-            assert 0 <= layer < self.num_layers, f"layer {layer} of {self.num_layers}"
-            self._words[first + layer] = generation
-        for doorbell in self._doorbells if doorbells is None else doorbells:
-            with suppress(BlockingIOError):  # a member filled the counter: it is rung
-                os.eventfd_write(doorbell, 1)
+        assert 0 <= first < stop <= self.num_layers, f"layers {first}..{stop - 1} of {self.num_layers}"
+        row = slot * self.num_layers
+        with self._lock:
+            if self._closed:
+                return
+            self._words[row + first : row + stop] = memoryview(array("Q", [generation]) * (stop - first))
+            for doorbell in self._doorbells if doorbells is None else doorbells:
+                with suppress(BlockingIOError):  # a member filled the counter: it is rung
+                    os.eventfd_write(doorbell, 1)
 
     def close(self) -> None:
         """Close every descriptor and unmap. Harmless when repeated."""
-        if not self._closed:
-            self._closed = True
-            self._words = memoryview(b"")
-            os.close(self.fd)
-            while self._doorbells:
-                os.close(self._doorbells.pop())
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._words = memoryview(b"")
+                os.close(self.fd)
+                while self._doorbells:
+                    os.close(self._doorbells.pop())
 
 
 class LoadRingReader:

@@ -72,6 +72,7 @@ class Beat(Frame):
 
     state: str
     reserved: int  # the next life's floor
+    tiers: dict[str, tuple[int, int]]  # by tier, bytes of memory that are ready, and of all that there will be
 
 
 class Answer(Frame):

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from sglcache.server.allocator import copy_past_caches
 from sglcache.server.channel import About, Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start, Word
 from sglcache.server.plan import Seat
 
@@ -55,6 +56,7 @@ class Child:
         self._pidfd = -1
         self._says = ""  # what it calls its own state
         self._heard_at = 0.0
+        self._tiers: dict[str, tuple[int, int]] = {}
         self._floor = 0  # numbers of its stream up to this one may have been used
         self._kept: dict[str, int] = {}  # descriptors for later lives
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -74,7 +76,7 @@ class Child:
                 [*launch, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"},
+                env=copy_past_caches({name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}),
             )
             self._pidfd = os.pidfd_open(self.process.pid)
         except OSError:
@@ -88,6 +90,7 @@ class Child:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         self.failure = None
+        self._tiers = {}
         self._channel = ours
         self._heard_at = time.monotonic()
         self.become("starting")
@@ -166,8 +169,9 @@ class Child:
         match word:
             case Ready(facts):
                 self._ready(facts)
-            case Beat(state, reserved):
+            case Beat(state, reserved, tiers):
                 self._says = state
+                self._tiers = tiers
                 self._floor = max(self._floor, reserved)
             case Answer(question, body):
                 if (future := self._questions.pop(question, None)) is not None and not future.done():
@@ -235,6 +239,10 @@ class Child:
             "pid": self.process.pid if self.process is not None else None,
             "restarts": self.restarts,
         }
+        if self._tiers:
+            told["tiers"] = {
+                name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self._tiers.items()
+            }
         if state == "stuck":
             told["silent_s"] = round(self.silent_s(), 1)
         if state == "waiting":

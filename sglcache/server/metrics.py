@@ -9,11 +9,12 @@ Prometheus's library is loaded with the first page, by the supervisor alone: a r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:  # the supervisor does without the core
     from sglcache.core.index import IndexStats
+    from sglcache.memory.engine import LaneStats
 
 
 class Family(NamedTuple):
@@ -101,8 +102,26 @@ STREAM: tuple[tuple[str, str, bool, str], ...] = (
 )
 
 
-def of_rank(rank: int, index: IndexStats, stream: object | None, info: dict[str, str]) -> list[Family]:
-    """A rank's families: of the index, of the publisher (None: events are off), and `info`, which is constant text."""
+# The copy engine's numbers for a direction, by a field of LaneStats: ours, whether it only grows, the help.
+COPIES: tuple[tuple[str, str, bool, str], ...] = (
+    ("bytes", "sglcache_copied_bytes", True, "Bytes written by copies between tiers, of every shard."),
+    ("seconds", "sglcache_copying_seconds", True, "Seconds in which a copy between tiers was in flight."),
+    ("in_flight", "sglcache_copies_in_flight", False, "Copies between tiers that are submitted and not over."),
+    ("oldest_s", "sglcache_oldest_copy_seconds", False, "Age of the oldest copy in flight; 0: there is none."),
+)
+
+
+def of_rank(
+    rank: int,
+    index: IndexStats,
+    stream: object | None,
+    info: dict[str, str],
+    lanes: Sequence[LaneStats] = (),
+    tiers: Mapping[str, tuple[int, int]] | None = None,
+) -> list[Family]:
+    """A rank's families: of the index, of the publisher (None: events are off), `info`, which is constant text, of the
+    copy engine by direction, and of memory by tier (bytes that are ready, and all).
+    """
     own = {"rank": str(rank)}
     families = [Family("sglcache_build", "What runs.", "info", [({**own, **info}, 1)])]
     families += _pools(own, index)
@@ -112,6 +131,16 @@ def of_rank(rank: int, index: IndexStats, stream: object | None, info: dict[str,
         family = counters.setdefault(name, Family(name, text, "counter", []))
         family.samples.append(({**own, **labels}, index.counters.get(key, 0)))
     families += counters.values()
+    for field, name, grows, text in COPIES:
+        samples = [({**own, "direction": lane.name}, float(getattr(lane, field))) for lane in lanes]
+        families.append(Family(name, text, "counter" if grows else "gauge", samples))
+    for name, place, text in (
+        ("sglcache_memory_ready_bytes", 0, "Memory of a tier that is there to be used."),
+        ("sglcache_memory_bytes", 1, "Memory of a tier, all that there will be."),
+    ):
+        pairs = (tiers or {}).items()
+        samples = [({**own, "tier": tier.lower()}, float(pair[place])) for tier, pair in pairs]
+        families.append(Family(name, text, "gauge", samples))
     if stream is not None:
         for field, name, grows, text in STREAM:
             if (value := getattr(stream, field)) is not None:

@@ -1,7 +1,7 @@
 """The event loop's side of the index: the turn, and everything that goes on by itself between commands.
 
     commands of one read ─► Index ─► drain ─► batches to the publisher
-                                              copies to the copier
+                                              copies to the copy engine
                                               answers, one write a connection
 
 That order is the order of the world: a batch that says a page is gone leaves before the page is granted to anyone, and
@@ -234,7 +234,7 @@ class Owner:
     # -- copies -------------------------------------------------------------------------------------------
 
     def copied(self, ticket: TicketId, ok: bool, error: TransferError | None = None) -> None:
-        """The copier's word, on the loop's thread: the copy is over.
+        """The copy engine's word, on the loop's thread: the copy is over.
 
         On a CPU a failure costs the pages of that copy; where it means that a device is lost, the rank has to end.
         """
@@ -246,6 +246,12 @@ class Owner:
         self.loads.end(ticket, ok)
         self.index.copy_done(ticket, ok)
         self.end_turn()
+
+    def host_ready(self, num_pages: int) -> None:
+        """So many pages of the host tier have memory now, on the loop's thread."""
+        if not self._closed:
+            self.index.host_ready(num_pages)
+            self.end_turn()
 
     # -- pins ---------------------------------------------------------------------------------------------
 

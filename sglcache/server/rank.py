@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError, ProtocolError, SglcacheError, TransferError
-from sglcache.memory.copier import Copier
+from sglcache.memory.cpu_engine import CpuEngine, default_threads
+from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer, ways_of
+from sglcache.memory.filling import Filler
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools
 from sglcache.memory.rings import LoadRing
@@ -64,7 +67,10 @@ EXIT_FAILED = 70  # sysexits' EX_SOFTWARE
 EXIT_CONFIG = 78  # sysexits' EX_CONFIG: it can't be had as it is configured
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 DRAIN_S = 10.0  # what copies in flight get
-SWITCH_INTERVAL_S = 0.0005  # how long the copier's Python may keep the loop from running; the default is ten times it
+CLOSE_S = 5.0  # what a piece of a copy gets that is being copied at the end; then the process ends in the midst of it
+SWITCH_INTERVAL_S = (
+    0.0005  # how long the copy threads' Python may keep the loop from running; the default is ten times it
+)
 VERSION = importlib.metadata.version("sglcache")
 
 
@@ -77,11 +83,12 @@ class Parts:
     device: DevicePools
     host: HostPools
     load_ring: LoadRing
-    copier: Copier
+    engine: CopyEngine
     index: Index
     owner: Owner
     sessions: Sessions
     listener: Listener
+    filler: Filler | None  # while the host tier's memory is had in the background
 
 
 class Rank:
@@ -169,7 +176,10 @@ class Rank:
         parts.owner.collector.stop()
         if parts.publisher is not None:
             parts.publisher.close()
-        parts.copier.close(finish=False)
+        if parts.filler is not None:
+            parts.filler.close()
+        if not parts.engine.close(finish=False, timeout_s=CLOSE_S):
+            logger.warning("a copy is still being made after %g s; the process ends in the midst of it", CLOSE_S)
         parts.load_ring.close()
         parts.device.close()
         parts.host.close()
@@ -235,7 +245,7 @@ class Rank:
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._parts is not None:
-            self._channel.send(Beat(self.state, self._parts.numbers.reserved))
+            self._channel.send(Beat(self.state, self._parts.numbers.reserved, self.tiers()))
         self._beating = loop.call_later(self._start.beat_s, self._beat, loop)
 
     # -- telling ------------------------------------------------------------------------------------------
@@ -278,12 +288,30 @@ class Rank:
                 "turns": parts.owner.num_turns,
                 "collections": parts.owner.collector.num_collections,
             },
+            "copies": [lane._asdict() for lane in parts.engine.stats()],
+            "memory": {name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self.tiers().items()},
             "sessions": parts.sessions.describe(),
             "stream": self._stream(for_ourselves=True),
         }
         if prove:
             facts["violations"] = self.prove()
         return facts
+
+    def tiers(self) -> dict[str, tuple[int, int]]:
+        """By tier, bytes of memory that the index may use now, and of all that there will be."""
+        parts = self.parts
+        totals = {
+            Tier.DEVICE: sum(pool.num_bytes for pool in parts.device.shards),
+            Tier.HOST: sum(pool.num_bytes for pool in parts.host.shards),
+        }
+        told = {}
+        for pool in parts.index.stats().pools:
+            total = totals[pool.tier]
+            told[pool.tier.name] = (pool.total * total // self._num_pages(pool.tier), total)
+        return told
+
+    def _num_pages(self, tier: Tier) -> int:
+        return self.geometry.num_pages if tier is Tier.DEVICE else self.geometry.host_pages
 
     def digest(self) -> dict[str, Any]:
         """What who has read every batch up to `seq` must have, by tier: blocks, and the sum of their hashes mod 2**64.
@@ -317,6 +345,8 @@ class Rank:
             self.parts.index.stats(),
             publisher.stats() if publisher is not None else None,
             {"version": VERSION, "hash": self.config.events.hash, "model_name": self.config.model_name},
+            self.parts.engine.stats(),
+            self.tiers(),
         )
 
     def _geometry(self) -> dict[str, Any]:
@@ -366,6 +396,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 page_size=shape.page_size,
                 num_pages=shape.num_pages,
                 host_pages=shape.host_pages,
+                host_ready=0 if config.host.populate else None,
                 hash_name=events.hash,
                 events=events.enabled,
                 first_seq=numbers.first,
@@ -382,30 +413,37 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         )
         if publisher is not None:
             tell_all(publisher, index, lambda: owner.hurry())
-        ways = {
-            (src, dst): tuple(zip(*((a.shards[i], b.shards[j]) for i, j in shape.pairs(src, dst)), strict=True))
-            for src, a, dst, b in ((Tier.DEVICE, device, Tier.HOST, host), (Tier.HOST, host, Tier.DEVICE, device))
-            if shape.host_pages
-        }
+        loads = Loads(config.control.num_load_slots)
+
+        def tell(callback: Callable[..., None], *arguments: object) -> None:
+            # From another thread, and with the loop perhaps gone: then nobody waits for it.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(callback, *arguments)
 
         def copied(ticket: TicketId, ok: bool, error: TransferError | None) -> None:
-            # On the copier's thread, and with the loop perhaps gone: then nobody waits for it.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(owner.copied, ticket, ok, error)
+            tell(owner.copied, ticket, ok, error)
 
-        copier = Copier(copied)
-        undo.callback(copier.close, finish=False)
+        def loaded(load: LoadPlace, first: int, stop: int) -> None:
+            load_ring.write(load.slot, load.generation, first, stop)
+
+        engine = CpuEngine(
+            ways_of(shape, device.shards, host.shards),
+            copied,
+            loaded,
+            num_threads=config.host.copy_threads or default_threads(),
+        )
+        undo.callback(engine.close, finish=False)
 
         def submit(copy: Copy) -> None:
-            src, dst = ways[copy.src, copy.dst]
-            copier.submit(copy.ticket, src, dst, copy.src_slots, copy.dst_slots)
+            place = None if copy.lease is None else loads.place(copy.ticket)
+            engine.submit(Transfer(copy.ticket, copy.src, copy.dst, copy.src_slots, copy.dst_slots, place))
 
         owner = Owner(
             index,
             loop,
             stream=publisher,
             submit=submit,
-            loads=Loads(config.control.num_load_slots),
+            loads=loads,
             numbers=numbers,
             collector=Collector(),
             max_delay_s=events.max_delay_ms / 1000,
@@ -415,8 +453,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         offer = Offer(numbers.first, VERSION, shape.to_wire(), [pool.fd for pool in device.shards], shape.pool_bytes)
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest)
         listener = Listener(loop, rank.socket, sessions.welcome)
+        filler = None
+        if config.host.populate and host.shards:
+            filler = Filler(host.shards, lambda num_pages: tell(owner.host_ready, num_pages))
         undo.pop_all()
-    return Parts(numbers, publisher, device, host, load_ring, copier, index, owner, sessions, listener)
+    return Parts(numbers, publisher, device, host, load_ring, engine, index, owner, sessions, listener, filler)
 
 
 def _numbers(config: Config, socket: Path, offset: int, floor: int) -> Numbers:

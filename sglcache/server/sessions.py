@@ -145,10 +145,9 @@ class Member(Connection):
         lease, matched_tokens, host_tokens, slots, load = grant
         place = None
         if load is not None:
-            begun = self.owner.loads.begin(self.id, request, grant)
-            if begun.slot is None:
+            place = self.owner.loads.begin(self.id, request, grant).place
+            if place is None:
                 return
-            place = (begun.slot, begun.generation)
         self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, place))
 
     def loaded_without_slot(self, load: Load) -> None:
@@ -615,9 +614,10 @@ class Sessions:
         """A load-back is over. The ring tells of a failed one before anyone computes with what isn't there."""
         session = self._by_id.get(load.session)
         members = session.members if session is not None else []
-        if load.slot is not None:
-            bells = [member.load_doorbell for member in members if member.load_doorbell >= 0]
-            self.load_ring.write(load.slot, load.generation if ok else FAILED, doorbells=bells)
+        if load.place is not None:
+            if not ok:
+                bells = [member.load_doorbell for member in members if member.load_doorbell >= 0]
+                self.load_ring.write(load.place.slot, FAILED, doorbells=bells)
         elif ok:
             if session is not None and session.scheduler is not None:
                 session.scheduler.loaded_without_slot(load)

@@ -23,22 +23,11 @@ from sglcache.errors import (
     UnknownLease,
 )
 from sglcache.memory.rings import EventRing
+from sglcache.testing import copies
 from sglcache.testing.daemon import Daemon, Puppet, until
 
 TOKENS = list(range(64))  # 16 pages
 PAGES = 256
-
-# While a file is not there nothing is copied to the host.
-GATE = """
-import os, threading
-from sglcache.memory.copier import Copier
-copy = Copier._copy
-def gated(self, src, dst, *slots):
-    while dst[0].num_pages == 512 and not os.path.exists(GATE_FILE):
-        threading.Event().wait(0.002)
-    copy(self, src, dst, *slots)
-Copier._copy = gated
-"""
 
 
 class Held(EventRing):
@@ -147,7 +136,7 @@ def test_what_was_refused_raises_each_time_it_is_waited_for(client: Client) -> N
 def test_answers_overtake_each_other_and_nothing_is_waited_for_to_see_them(tmp_path: Path) -> None:
     """An acquire that waits for room, until a copy of ours is over, and others that need none."""
     gate = tmp_path / "gate"
-    with Daemon(tmp_path / "daemon", prelude=f"GATE_FILE = {str(gate)!r}\n{GATE}") as daemon, daemon.client() as client:
+    with Daemon(tmp_path / "daemon", prelude=copies.gate(gate, "backup")) as daemon, daemon.client() as client:
         assert client.poll() == []
         with client.acquire(range(4 * 200)) as lease:
             lease.commit()
@@ -178,7 +167,7 @@ def test_answers_overtake_each_other_and_nothing_is_waited_for_to_see_them(tmp_p
 
 def test_who_waits_for_a_copy_that_is_of_no_use_is_refused_with_the_numbers(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with Daemon(tmp_path / "daemon", prelude=f"GATE_FILE = {str(gate)!r}\n{GATE}") as daemon, daemon.client() as client:
+    with Daemon(tmp_path / "daemon", prelude=copies.gate(gate, "backup")) as daemon, daemon.client() as client:
         with client.acquire(range(4 * 200)) as lease:
             lease.commit()
         crowded = client.acquire_begin(range(10_000, 10_000 + 4 * 100))

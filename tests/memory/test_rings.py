@@ -171,7 +171,7 @@ def rig() -> Iterator[Rig]:
 
 
 def test_a_written_layer_is_readable_by_every_member_and_no_other_layer_is(rig: Rig) -> None:
-    rig.ring.write(1, 5, layer=2)
+    rig.ring.write(1, 5, 2, 3)
     for member in (0, 1):
         assert rig.wait(member, 1, 5, 2)
         assert not rig.wait(member, 1, 6, 2, timeout_s=0)
@@ -192,7 +192,7 @@ def test_waiting_layer_by_layer_blocks_until_each_is_written(rig: Rig) -> None:
         for layer in range(3):
             asked.acquire()
             written.append(layer)
-            rig.ring.write(0, 1, layer)
+            rig.ring.write(0, 1, layer, layer + 1)
 
     thread = threading.Thread(target=load)
     thread.start()
@@ -206,7 +206,7 @@ def test_waiting_layer_by_layer_blocks_until_each_is_written(rig: Rig) -> None:
 
 def test_a_ring_for_another_slot_does_not_end_the_wait(rig: Rig) -> None:
     rig.ring.write(1, 1)
-    rig.ring.write(0, 1, layer=0)
+    rig.ring.write(0, 1, 0, 1)
     assert not rig.wait(0, 0, 1, 1, timeout_s=0.01)
 
 

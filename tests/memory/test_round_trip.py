@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglcache.errors import BadRequest, ConfigError, TransferError
-from sglcache.memory.copier import Copier
+from sglcache.memory.cpu_engine import CpuEngine
+from sglcache.memory.engine import LoadPlace, Transfer, ways_of
 from sglcache.memory.geometry import Geometry
 from sglcache.memory.pools import DevicePools, HostPools
 from sglcache.memory.views import KVViews
@@ -67,21 +68,19 @@ def go_round(geometry: Geometry, data: st.DataObject, device: DevicePools, host:
                 pages[list(there)] = row.view(pages.dtype)
 
     answers: list[tuple[TicketId, bool, TransferError | None]] = []
-    copier = Copier(lambda *answer: answers.append(answer))
 
     def copy(ticket: int, src: Tier, dst: Tier, src_slots: Sequence[int], dst_slots: Sequence[int]) -> None:
-        pools = {Tier.DEVICE: device.shards, Tier.HOST: host.shards}
-        pairs = geometry.pairs(src, dst)
-        sources, targets = [pools[src][i] for i, _ in pairs], [pools[dst][j] for _, j in pairs]
-        copier.submit(TicketId(ticket), sources, targets, packed(src_slots), packed(dst_slots))
+        engine = CpuEngine(
+            ways_of(geometry, device.shards, host.shards), lambda *answer: answers.append(answer), lambda *told: None
+        )
+        place = LoadPlace(0, 1) if dst is Tier.DEVICE else None
+        engine.submit(Transfer(TicketId(ticket), src, dst, packed(src_slots), packed(dst_slots), place))
+        engine.close()
 
     copy(1, Tier.DEVICE, Tier.HOST, there, between)
-    copier.close()
     for pool in device.shards:
         pool.buffer[:] = 0xEE  # others' bytes
-    copier = Copier(lambda *answer: answers.append(answer))
     copy(2, Tier.HOST, Tier.DEVICE, between, back)
-    copier.close()
     assert answers == [(1, True, None), (2, True, None)]
 
     others = sorted(set(range(geometry.num_pages)) - set(back))

@@ -30,7 +30,14 @@ def test_frames_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None
     ours, theirs = pair
     seat = Seat(1, 1, 0, "/run/a", "tcp://*:1", None)
     start = Start({"pool": {"page_size": 4}}, seat, None, 0, 7, ["a"], 20, 0.5)
-    words = [start, Ask(1, "facts"), Drain(), Ready({"pid": 1}), Beat("ok", 1 << 60), Answer(1, [{"a": 1.5}])]
+    words = [
+        start,
+        Ask(1, "facts"),
+        Drain(),
+        Ready({"pid": 1}),
+        Beat("ok", 1 << 60, {"HOST": (1, 2)}),
+        Answer(1, [{"a": 1.5}]),
+    ]
     for word in words:
         assert ours.send(word)
     assert [theirs.receive() for _ in words] == [(word, []) for word in words]
@@ -79,10 +86,10 @@ def test_what_is_too_much_is_not_sent_and_the_next_frame_is(pair: tuple[Channel,
 
 def test_the_end_comes_after_the_last_words(pair: tuple[Channel, Channel]) -> None:
     ours, theirs = pair
-    ours.send(Beat("ok", 1))
+    ours.send(Beat("ok", 1, {}))
     ours.close()
     ours.close()
-    assert theirs.receive(wait=True) == (Beat("ok", 1), [])
+    assert theirs.receive(wait=True) == (Beat("ok", 1, {}), [])
     for _ in range(2):
         with pytest.raises(EOFError):
             theirs.receive()

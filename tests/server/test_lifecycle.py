@@ -16,15 +16,15 @@ from sglcache.wire.events import AllBlocksCleared, decode_batch
 TOKENS = list(range(64))
 
 HOLD_COPIES = """
-from sglcache.memory.copier import Copier
+from sglcache.memory.engine import CopyEngine
 held = []
-Copier.submit = lambda self, ticket, *move: held.append(ticket)
+CopyEngine.submit = lambda self, ticket, *move: held.append(ticket)
 """
 SLOW_COPIES = """
 import threading
-from sglcache.memory.copier import Copier
-submit = Copier.submit
-Copier.submit = lambda self, *job: threading.Timer(0.2, submit, (self, *job)).start()
+from sglcache.memory.engine import CopyEngine
+submit = CopyEngine.submit
+CopyEngine.submit = lambda self, *job: threading.Timer(0.2, submit, (self, *job)).start()
 """
 BROKEN_PEEK = """
 from sglcache.core.index import Index

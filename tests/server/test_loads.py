@@ -11,27 +11,14 @@ import pytest
 from sglcache.client import Client, Lease
 from sglcache.core.effects import Grant
 from sglcache.errors import SessionEnded, TransferError
+from sglcache.memory.engine import LoadPlace
 from sglcache.server.loads import Load, Loads
+from sglcache.testing import copies
 from sglcache.testing.daemon import Daemon, until
 from sglcache.units import LeaseId, SessionId, TicketId
 
 PAGES = 64
 PROMPT = list(range(4 * 40))  # 40 of 64 pages
-
-# Copies to the device wait until a file is there, or fail.
-GATE = """
-import os, threading
-from sglcache.memory.copier import Copier
-copy = Copier._copy
-def gated(self, src, dst, *slots):
-    if len(dst) and dst[0].num_pages == 64:
-        while not os.path.exists(GATE_FILE):
-            threading.Event().wait(0.002)
-        if os.path.exists(GATE_FILE + ".fail"):
-            raise MemoryError("planted")
-    copy(self, src, dst, *slots)
-Copier._copy = gated
-"""
 
 
 def grant(ticket: int) -> Grant:
@@ -50,9 +37,9 @@ def test_each_use_of_a_slot_has_a_higher_generation() -> None:
     seen: dict[int, int] = {}
     for ticket in range(10):
         load = loads.begin(SessionId(1), ticket, grant(ticket))
-        assert load.slot is not None
-        assert load.generation > seen.get(load.slot, 0)
-        seen[load.slot] = load.generation
+        assert load.place is not None
+        assert load.place.generation > seen.get(load.place.slot, 0)
+        seen[load.place.slot] = load.place.generation
         loads.end(TicketId(ticket), True)
         assert news.pop() == (load, True)
 
@@ -61,11 +48,11 @@ def test_a_load_without_a_slot_is_told_of_when_it_is_over() -> None:
     loads, news = told(1)
     first = loads.begin(SessionId(1), 1, grant(1))
     second = loads.begin(SessionId(2), 2, grant(2))
-    assert (first.slot, second.slot, loads.num_parked) == (0, None, 1)
+    assert (first.place, second.place, loads.num_parked) == (LoadPlace(0, 1), None, 1)
     loads.end(TicketId(2), True)
     assert news == [(second, True)]
     loads.end(TicketId(1), True)
-    assert loads.begin(SessionId(1), 3, grant(3)).slot == 0
+    assert loads.begin(SessionId(1), 3, grant(3)).place == (0, 2)
 
 
 def test_a_slot_whose_load_failed_is_not_used_again() -> None:
@@ -73,8 +60,30 @@ def test_a_slot_whose_load_failed_is_not_used_again() -> None:
     first = loads.begin(SessionId(1), 1, grant(1))
     loads.end(TicketId(1), False)
     assert news == [(first, False)]
-    assert loads.begin(SessionId(1), 2, grant(2)).slot != first.slot
-    assert loads.begin(SessionId(1), 3, grant(3)).slot is None
+    second = loads.begin(SessionId(1), 2, grant(2))
+    assert first.place is not None
+    assert second.place is not None
+    assert second.place.slot != first.place.slot
+    assert loads.begin(SessionId(1), 3, grant(3)).place is None
+
+
+def test_copy_and_answer_name_one_slot_whichever_asks_first() -> None:
+    loads, news = told(2)
+    place = loads.place(TicketId(1))
+    load = loads.begin(SessionId(1), 1, grant(1))
+    assert (load.place, loads.place(TicketId(1))) == (place, place)
+    loads.end(TicketId(1), True)
+    assert news == [(load, True)]
+
+
+def test_a_load_that_nobody_was_promised_gives_its_slot_back() -> None:
+    loads, news = told(1)
+    loads.place(TicketId(1))
+    assert loads.place(TicketId(2)) is None
+    loads.end(TicketId(2), True)
+    loads.end(TicketId(1), True)
+    assert news == []
+    assert loads.place(TicketId(3)) == (0, 2)
 
 
 def test_tickets_of_other_copies_are_nothing_to_it() -> None:
@@ -96,7 +105,7 @@ def gate(folder: Path) -> Path:
 def daemon(folder: Path, gate: Path, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     with Daemon(
         folder,
-        prelude=f"GATE_FILE = {str(gate)!r}\n{GATE}",
+        prelude=copies.gate(gate, "load"),
         pool={"num_tokens": 4 * PAGES},
         host={"num_tokens": 4 * 512},
         control={"num_load_slots": request.param},
@@ -172,7 +181,7 @@ def test_a_dead_daemon_is_noticed_while_waiting(folder: Path, gate: Path) -> Non
     from sglcache.errors import Unavailable
 
     daemon = Daemon(
-        folder, prelude=f"GATE_FILE = {str(gate)!r}\n{GATE}", pool={"num_tokens": 4 * PAGES}, host={"num_tokens": 2048}
+        folder, prelude=copies.gate(gate, "load"), pool={"num_tokens": 4 * PAGES}, host={"num_tokens": 2048}
     )
     with daemon.client() as client:
         demote(daemon, client)

@@ -473,9 +473,9 @@ def test_a_second_daemon_of_the_same_sockets_is_refused_before_anything_is_start
 def test_a_signal_drains_every_rank(tmp_path: Path) -> None:
     slow = """
 import threading
-from sglcache.memory.copier import Copier
-submit = Copier.submit
-Copier.submit = lambda self, *job: threading.Timer(0.3, submit, (self, *job)).start()
+from sglcache.memory.engine import CopyEngine
+submit = CopyEngine.submit
+CopyEngine.submit = lambda self, *job: threading.Timer(0.3, submit, (self, *job)).start()
 """
     daemon = Daemon(tmp_path, dp_size=2, prelude=slow)
     with daemon.rank(0).client() as one, daemon.rank(1).client() as other:
@@ -494,7 +494,7 @@ Copier.submit = lambda self, *job: threading.Timer(0.3, submit, (self, *job)).st
 
 
 def test_health_says_draining_while_it_drains(tmp_path: Path) -> None:
-    hold = "from sglcache.memory.copier import Copier\nCopier.submit = lambda self, *job: None"
+    hold = "from sglcache.memory.engine import CopyEngine\nCopyEngine.submit = lambda self, *job: None"
     daemon = Daemon(tmp_path, prelude=hold, http={"enabled": True, "port": 0})
     with daemon.client() as client:
         client.acquire(TOKENS).commit()

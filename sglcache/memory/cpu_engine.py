@@ -1,0 +1,252 @@
+"""The copy engine of a CPU: threads, and numpy, which lets go of the interpreter's lock while bytes move.
+
+Each direction has threads of its own. A copy is cut into pieces, and each thread takes the next one, of whichever copy:
+so one large copy has all threads of its direction, and many small ones share them.
+
+**Bytes move once where that can be had.** Python runs once per run of pages, not per page, so how the pages of a copy
+lie decides what is cheapest (`plan`):
+
+    runs      both sides go up by one for a while: one strided copy a run. Pages that are large are runs by themselves
+    scatter   the source lies in long runs, the target anywhere: numpy's `dst[slots] = run`
+    staged    neither: gathered into a small buffer, and scattered from there. The bytes move twice
+
+The order of the pages within a copy is nobody's business, so they are sorted first.
+
+**Past the caches.** glibc's memcpy writes past them only for sizes near theirs; below, each line of the target is read
+before it is written, and of pages that this process never looks at that is traffic for nothing. A process that copies
+pages is therefore started with another limit (`server/allocator.py`); measured, pieces of 64 KiB to 2 MiB are then
+copied one and a half times as fast, which is as fast as a plain memcpy of all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from sglcache.memory.engine import CopyEngine, Done, Flight, Lane, Loaded, Memory, Way
+from sglcache.memory.geometry import Region
+from sglcache.memory.pools import Rows
+
+STAGING_BYTES = 1 << 20  # fits in a core's own cache
+PIECE_BYTES = 8 << 20  # what a thread takes at once, at most: so long a close waits
+SPLIT_BYTES = 1 << 20  # below twice that a step is not cut for more threads
+CALL_BYTES = 32 << 10  # what moves in the time of one call from Python
+
+Slots = npt.NDArray[np.int32]
+
+
+class Buffer(Memory, Protocol):
+    """A pool that this process has mapped."""
+
+    def rows(self, region: Region) -> Rows: ...
+
+
+class Plan(NamedTuple):
+    """How to copy the pages src[i] to dst[i]: (first, stop) of each run, of both sides or, scattered, of the source."""
+
+    src: Slots
+    dst: Slots
+    runs: list[tuple[int, int]]
+    scatter: bool
+    staged: bool
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.src)
+
+
+def plan(src: Slots, dst: Slots, page_bytes: int) -> Plan:
+    """The cheapest way, for regions of so many bytes. Equally many slots, in any order."""
+    order = np.argsort(src, kind="stable")
+    src, dst = src[order], dst[order]
+    num_bytes = len(src) * page_bytes
+    together = (np.diff(src) == 1) & (np.diff(dst) == 1)
+    both, source = _runs(together), _runs(np.diff(src) == 1)
+    costs = (
+        len(both) * CALL_BYTES + num_bytes,
+        len(source) * CALL_BYTES + num_bytes,
+        2.5 * num_bytes + 2 * CALL_BYTES * (1 + num_bytes // STAGING_BYTES),
+    )
+    cheapest = costs.index(min(costs))
+    return Plan(src, dst, both if cheapest == 0 else source, cheapest == 1, cheapest == 2)
+
+
+def _runs(joined: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(first, stop) of the runs of a row whose item i + 1 goes on where item i ends, if joined[i]."""
+    ends = np.flatnonzero(~joined) + 1
+    bounds = [0, *ends.tolist(), len(joined) + 1]
+    return list(itertools.pairwise(bounds))
+
+
+class _Piece(NamedTuple):
+    """What a thread does at once: some pages of some layers, between all pools."""
+
+    flight: Flight
+    step: int
+    src: Slots
+    dst: Slots
+
+
+class CpuEngine(CopyEngine):
+    """Copies between pools in this process's memory, on threads."""
+
+    def __init__(self, ways: Sequence[Way], done: Done, loaded: Loaded, *, num_threads: int = 1) -> None:
+        """`num_threads`: of each direction."""
+        super().__init__(ways, done, loaded)
+        self._lanes = [_Threads(lane, num_threads) for lane in self.lanes.values()]
+        self._by_lane = {id(each.lane): each for each in self._lanes}
+
+    def _begin(self, lane: Lane, flight: Flight) -> None:
+        self._by_lane[id(lane)].queue.put(flight)
+
+    def _end(self, deadline: float | None) -> bool:
+        for each in self._lanes:
+            each.queue.put(None)
+        return all(each.join(deadline) for each in self._lanes)
+
+
+class _Threads:
+    """The threads of one direction."""
+
+    def __init__(self, lane: Lane, num_threads: int) -> None:
+        self.lane = lane
+        self.queue: SimpleQueue[Flight | None] = SimpleQueue()
+        self._taking = threading.Lock()
+        self._pieces: deque[_Piece] = deque()
+        self._num_threads = num_threads
+        name = f"sglcache-{lane.way.name}"
+        # Daemon threads: a process that fails before close() shall end, not wait.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, deadline: float | None) -> bool:
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        staging = np.empty(STAGING_BYTES, np.uint8)
+        while (piece := self._take()) is not None:
+            flight, step, src, dst = piece
+            error = None
+            try:
+                if flight.error is None and not self.lane.dropped:
+                    staging = move(flight.way, flight.steps[step], src, dst, staging)
+            except Exception as exc:
+                error = exc
+            self.lane.over(flight, step, error)
+            del piece, flight, src, dst, error  # an idle thread keeps no pool mapped
+
+    def _take(self) -> _Piece | None:
+        """The next piece, of the copy that was submitted first; None: this is the end. Blocks."""
+        with self._taking:
+            while not self._pieces:
+                flight = self.queue.get()
+                if flight is None:
+                    self.queue.put(None)  # for the next thread
+                    return None
+                try:
+                    self._cut(flight)
+                except Exception as exc:
+                    self.lane.over(flight, None, exc)
+            return self._pieces.popleft()
+
+    def _cut(self, flight: Flight) -> None:
+        """Into pieces, all of them of sound slots."""
+        transfer = flight.transfer
+        src, dst = np.frombuffer(transfer.src_slots, "<i4"), np.frombuffer(transfer.dst_slots, "<i4")
+        if len(src) != len(dst):
+            raise ValueError(f"{len(src)} source slots, {len(dst)} target slots")
+        for src_pool, dst_pool in flight.way.pairs:
+            _check_slots(src, src_pool)
+            _check_slots(dst, dst_pool)
+        if not len(src):
+            self.lane.over(flight, None)
+            return
+        order = np.argsort(src, kind="stable")  # so that a cut between pieces breaks one run at most
+        src, dst = src[order], dst[order]
+        pieces = []
+        for step, (first, stop) in enumerate(flight.steps):
+            num_bytes = len(src) * sum(flight.way.layer_bytes[first:stop])
+            count = max(-(-num_bytes // PIECE_BYTES), min(self._num_threads, num_bytes // SPLIT_BYTES), 1)
+            count = min(count, len(src))
+            flight.left[step] = count
+            for each in range(count):
+                here = slice(each * len(src) // count, (each + 1) * len(src) // count)
+                pieces.append(_Piece(flight, step, src[here], dst[here]))
+        self._pieces.extend(pieces)
+
+
+def move(
+    way: Way, layers: tuple[int, int], src: Slots, dst: Slots, staging: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    """Copy these layers of page src[i] to page dst[i], between all pools. The staging buffer, which may have grown."""
+    plans: dict[int, Plan] = {}
+    for src_pool, dst_pool, pairs in way.moves(*layers):
+        for src_region, dst_region in pairs:
+            num_bytes = src_region.num_bytes
+            if num_bytes not in plans:
+                plans[num_bytes] = plan(src, dst, num_bytes)
+            if staging.nbytes < num_bytes:
+                staging = np.empty(num_bytes, np.uint8)
+            copy_rows(_rows(src_pool, src_region), _rows(dst_pool, dst_region), plans[num_bytes], staging)
+    return staging
+
+
+def copy_rows(src: Rows, dst: Rows, how: Plan, staging: npt.NDArray[np.uint8]) -> None:
+    """Copy item how.src[i] to item how.dst[i]. `staging` holds an item at least."""
+    if how.staged:
+        _copy_staged(src, dst, how, staging)
+    elif how.scatter:
+        for first, stop in how.runs:
+            start = how.src[first]
+            dst[how.dst[first:stop]] = src[start : start + stop - first]
+    else:
+        # As bytes: numpy keeps the interpreter's lock for fewer than 500 items, however large one is.
+        src_bytes, dst_bytes = src[:, None].view(np.uint8), dst[:, None].view(np.uint8)
+        firsts = [first for first, _ in how.runs]
+        starts, targets = how.src[firsts].tolist(), how.dst[firsts].tolist()
+        for start, target, (first, stop) in zip(starts, targets, how.runs, strict=True):
+            count = stop - first
+            dst_bytes[target : target + count] = src_bytes[start : start + count]
+
+
+def _copy_staged(src: Rows, dst: Rows, how: Plan, staging: npt.NDArray[np.uint8]) -> None:
+    item = src.itemsize
+    chunk = staging.nbytes // item
+    buffer = staging[: chunk * item].view(src.dtype)
+    for first in range(0, how.num_pages, chunk):
+        here = slice(first, first + chunk)
+        if src.flags.c_contiguous:
+            rows = buffer[: len(how.src[here])]
+            np.take(src, how.src[here], out=rows, mode="clip")  # "raise" would buffer it once more
+        else:  # of which take would make a contiguous copy first, all of the pool
+            rows = src[how.src[here]]
+        dst[how.dst[here]] = rows
+
+
+def _rows(pool: Memory, region: Region) -> Rows:
+    return cast(Buffer, pool).rows(region)
+
+
+def _check_slots(slots: Slots, pool: Memory) -> None:
+    num_pages = pool.placement.num_pages
+    if len(slots) and not (slots.min() >= 0 and slots.max() < num_pages):
+        raise IndexError(f"slots {slots.min()}..{slots.max()} of a pool of {num_pages} pages")
+
+
+def default_threads() -> int:
+    """Of each direction: a quarter of the cores that this process may use, 4 at most, 1 at least."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
