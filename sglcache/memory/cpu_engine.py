@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.memory.engine import CopyEngine, Done, Flight, Lane, Loaded, Memory, Way
+from sglcache.memory.engine import CopyEngine, Done, Flight, Lane, Loaded, Memory, Slots, Way
 from sglcache.memory.geometry import Region
 from sglcache.memory.pools import Rows
 
@@ -40,8 +40,6 @@ STAGING_BYTES = 1 << 20  # fits in a core's own cache
 PIECE_BYTES = 8 << 20  # what a thread takes at once, at most: so long a close waits
 SPLIT_BYTES = 1 << 20  # below twice that a step is not cut for more threads
 CALL_BYTES = 32 << 10  # what moves in the time of one call from Python
-
-Slots = npt.NDArray[np.int32]
 
 
 class Buffer(Memory, Protocol):
@@ -165,13 +163,7 @@ class _Threads:
 
     def _cut(self, flight: Flight) -> None:
         """Into pieces, all of them of sound slots."""
-        transfer = flight.transfer
-        src, dst = np.frombuffer(transfer.src_slots, "<i4"), np.frombuffer(transfer.dst_slots, "<i4")
-        if len(src) != len(dst):
-            raise ValueError(f"{len(src)} source slots, {len(dst)} target slots")
-        for src_pool, dst_pool in flight.way.pairs:
-            _check_slots(src, src_pool)
-            _check_slots(dst, dst_pool)
+        src, dst = flight.slots()
         if not len(src):
             self.lane.over(flight, None)
             return
@@ -239,12 +231,6 @@ def _copy_staged(src: Rows, dst: Rows, how: Plan, staging: npt.NDArray[np.uint8]
 
 def _rows(pool: Memory, region: Region) -> Rows:
     return cast(Buffer, pool).rows(region)
-
-
-def _check_slots(slots: Slots, pool: Memory) -> None:
-    num_pages = pool.placement.num_pages
-    if len(slots) and not (slots.min() >= 0 and slots.max() < num_pages):
-        raise IndexError(f"slots {slots.min()}..{slots.max()} of a pool of {num_pages} pages")
 
 
 def default_threads() -> int:

@@ -23,12 +23,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from sglcache.errors import ClosedError, TransferError
 from sglcache.memory.geometry import Geometry, Placement, Region, moves
 from sglcache.units import TicketId, Tier
 
 STEP_BYTES = 1 << 20  # of all shards: what is worth a step of its own, and its doorbells
 
+Slots = npt.NDArray[np.int32]
 Direction = tuple[Tier, Tier]
 Done = Callable[[TicketId, bool, TransferError | None], None]
 Loaded = Callable[["LoadPlace", int, int], None]
@@ -133,6 +137,18 @@ class Flight:
         )  # pieces of each step that are not over; the engine sets them before it begins
         self.told = 0  # steps
         self.error: Exception | None = None
+
+    def slots(self) -> tuple[Slots, Slots]:
+        """Source and target pages. ValueError, IndexError: they are not those of these pools."""
+        src, dst = (np.frombuffer(each, "<i4") for each in (self.transfer.src_slots, self.transfer.dst_slots))
+        if len(src) != len(dst):
+            raise ValueError(f"{len(src)} source slots, {len(dst)} target slots")
+        for pools in self.way.pairs:
+            for slots, pool in zip((src, dst), pools, strict=True):
+                num_pages = pool.placement.num_pages
+                if len(slots) and not (slots.min() >= 0 and slots.max() < num_pages):
+                    raise IndexError(f"slots {slots.min()}..{slots.max()} of a pool of {num_pages} pages")
+        return src, dst
 
 
 class Lane:
