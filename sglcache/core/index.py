@@ -616,10 +616,10 @@ class Index:
         assert self.l3 is not None
         self.l3.found(runs)
 
-    def l3_removed(self, digests: bytes) -> None:
-        """What an exact L3 no longer holds, by no doing of an effect."""
+    def l3_removed(self, digests: bytes, bad: bool = False) -> None:
+        """What an exact L3 no longer holds, by no doing of an effect; of what was `bad` the children stay."""
         assert self.l3 is not None
-        self.l3.removed(digests)
+        self.l3.removed(digests, bad)
 
     # -- looking, pinning, clearing -------------------------------------------------------------------------
 

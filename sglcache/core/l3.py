@@ -73,13 +73,15 @@ class Held(NamedTuple):
 class Shelf:
     """The digests of the pages that an exact store holds, and, where routers are told, what is said of them.
 
-    Whoever holds a page holds the one before it, so the order of coming has parents first. A walk is a bookmark in it.
+    The order of coming has parents first, and what comes back from under its children takes its old place. A walk is a
+    bookmark in it, which sees a segment at once.
     """
 
     def __init__(self) -> None:
         self._pages: dict[bytes, tuple[int, Held | None]] = {}  # by digest; the number of its segment
         self._segments: dict[int, dict[bytes, None]] = {}
-        self._alive: dict[int, int] = {}  # of a segment's pages, those that are still held there
+        self._alive: dict[int, int] = {}  # of a segment's pages, those that are held
+        self._places: dict[bytes, int] = {}  # of pages that went from under their children
         self._next = 0
 
     def __len__(self) -> int:
@@ -88,29 +90,32 @@ class Shelf:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._pages
 
-    def add(self, digest: bytes, held: Held | None) -> None:
-        number = self._next
+    def add(self, digest: bytes, held: Held | None) -> int:
+        """The number of its segment."""
+        number = self._places.pop(digest, self._next)
         segment = self._segments.get(number)
-        if segment is None or len(segment) == SEGMENT:
-            number = self._next = number + 1
+        if segment is None or (digest not in segment and len(segment) >= SEGMENT):
+            number = self._next = self._next + 1
             segment = self._segments[number] = {}
             self._alive[number] = 0
-        segment.pop(digest, None)
-        segment[digest] = None
+        segment.setdefault(digest)
         self._alive[number] += 1
         self._pages[digest] = number, held
+        return number
 
-    def remove(self, digest: bytes) -> tuple[int, Held | None]:
-        """What it was, and in which segment. KeyError: it is not there."""
+    def remove(self, digest: bytes, comes_back: bool = False) -> tuple[int, Held | None]:
+        """What it was, and in which segment. KeyError: it is not there. `comes_back`: its children stay."""
         number, held = self._pages.pop(digest)
         alive = self._alive[number] = self._alive[number] - 1
         segment = self._segments[number]
+        if comes_back:
+            self._places[digest] = number
+        else:
+            del segment[digest]
         if not alive and number != self._next:
+            for each in segment:
+                self._places.pop(each, None)
             del self._segments[number], self._alive[number]
-        elif alive * 4 < len(segment) and number != self._next:
-            # Else one page that stays would keep a whole segment.
-            kept = [each for each in segment if self._pages.get(each, (0, None))[0] == number]
-            self._segments[number] = dict.fromkeys(kept)
         return number, held
 
     def after(self, number: int) -> tuple[int, list[tuple[bytes, Held]]] | None:
@@ -120,12 +125,11 @@ class Shelf:
             return None
         if following == self._next:  # what comes from now on is behind it
             self._next += 1
-        pages = []
-        for digest in self._segments[following]:
-            home, held = self._pages.get(digest, (0, None))
-            if home == following and held is not None:
-                pages.append((digest, held))
+        pages = [(digest, held) for digest in self._segments[following] if (held := self._held(digest)) is not None]
         return following, pages
+
+    def _held(self, digest: bytes) -> Held | None:
+        return self._pages.get(digest, (0, None))[1]
 
 
 @dataclass(eq=False)
@@ -276,14 +280,14 @@ class L3:
         for run in runs:
             self._add(run, b"\x01" * (len(run.digests) // self.index.hasher.size))
 
-    def removed(self, digests: bytes) -> None:
-        """What it no longer holds, children first."""
+    def removed(self, digests: bytes, bad: bool = False) -> None:
+        """What it no longer holds, children first; or a page that was `bad`, whose children stay."""
         size, told = self.index.hasher.size, []
         for at in range(0, len(digests), size):
             digest = digests[at : at + size]
             if digest in self.shelf:
                 self.index.version += 1
-                segment, held = self.shelf.remove(digest)
+                segment, held = self.shelf.remove(digest, comes_back=bad)
                 if held is not None and segment <= self._retold:
                     told.append(digest)
         if told:
@@ -294,22 +298,22 @@ class L3:
         """Pages are there: of each neighbouring few that were not, an event."""
         index, size, page_bytes = self.index, self.index.hasher.size, self.index.page_bytes
         extras = index.known_by(run.namespace) if self.config.tell and index.telling else None
-        over = index.keys.over
+        over, exact = index.keys.over, self.config.exact
         first = None
         for i in range(len(mask) + 1):
             digest = run.digests[i * size : (i + 1) * size]
-            if i < len(mask) and mask[i] and not (self.config.exact and digest in self.shelf):
-                if self.config.exact:
-                    held = None
-                    if extras is not None:
-                        before = run.digests[(i - 1) * size : i * size] if i else run.before
-                        held = Held(before, run.tokens[i * page_bytes : (i + 1) * page_bytes + over], extras)
-                    self.shelf.add(digest, held)
-                    index.version += 1
-                if first is None:
-                    first = i
+            new = i < len(mask) and mask[i] == 1 and not (exact and digest in self.shelf)
+            if new and exact:
+                held = None
+                if extras is not None:
+                    before = run.digests[(i - 1) * size : i * size] if i else run.before
+                    held = Held(before, run.tokens[i * page_bytes : (i + 1) * page_bytes + over], extras)
+                index.version += 1
+                new = self.shelf.add(digest, held) <= self._retold  # else it has its turn
+            if new:
+                first = i if first is None else first
             elif first is not None:
-                if extras is not None and self._retold is ALL:
+                if extras is not None:
                     assert index.log is not None
                     part = self._part(run, first, i)
                     index.log.run_stored(self.tier, part.tokens, part.digests, part.before, extras)

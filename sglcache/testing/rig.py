@@ -510,7 +510,7 @@ class Rig:
         if isinstance(effect, Probe):
             self.turn(lambda: self.index.probed(effect.ticket, count), need=None)
             return
-        if bad and count < there:
+        if bad and count < there and op.pages[count] in l3.leaves():
             removed += l3.throw_away(op.pages[count])
         for i, (page, slot) in enumerate(zip(op.pages, op.slots, strict=True)):
             for part in range(PARTS):
