@@ -591,6 +591,43 @@ class StorageConfig(Section):
         "started anew.",
     )
 
+    events: bool | None = Field(
+        default=None,
+        description="Whether routers are told: of a file store's pages as DISK, exactly (by default yes); of "
+        "Mooncake's as EXTERNAL, that they were put there and no more (by default no).",
+    )
+    prefetch_policy: Literal["none", "best_effort", "wait_complete", "timeout"] = Field(
+        default="timeout",
+        description="What an acquire that does not say does about pages that only this tier has: nothing; have them "
+        "fetched for later requests and go on; wait for all of them; or wait for as long as prefetch_timeout_s says.",
+    )
+    prefetch_timeout_s: float = Field(
+        default=1.0, ge=0, le=3600, allow_inf_nan=False, description="timeout: so long for any prompt."
+    )
+    prefetch_timeout_per_ki_token_s: float = Field(
+        default=0.25,
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="timeout: and so much more for every 1,024 tokens of it.",
+    )
+    prefetch_threshold: int = Field(
+        default=256, ge=1, le=1 << 31, description="Tokens: fewer than these are computed rather than fetched."
+    )
+    prefetch_share: float = Field(
+        default=0.5, gt=0, le=1, allow_inf_nan=False, description="Of the host pool that fetches may hold at once."
+    )
+    prefetch_part: Annotated[Size, Field(ge=1)] = Field(  # type: ignore[assignment]
+        default="16 MiB", description="Bytes fetched in one go; what has come by the deadline is used."
+    )
+    store_share: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Of the host pool that may wait to be stored; what comes beyond is not stored.",
+    )
+
     @model_validator(mode="after")
     def _check(self) -> StorageConfig:
         for key, field in type(self).model_fields.items():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sglcache.bench.harness import BenchError, Comparison, Row
+from sglcache.core.effects import Run
 from sglcache.core.hashing import hasher
 from sglcache.core.key import ROOT
 from sglcache.storage.disk import Disk
@@ -28,7 +29,7 @@ from sglcache.storage.file import FileStore
 from sglcache.storage.host import HostPages
 from sglcache.storage.mooncake import MooncakeStore
 from sglcache.storage.mooncake_words import Options as MooncakeOptions
-from sglcache.storage.page import Identity, Run
+from sglcache.storage.page import Identity
 from sglcache.storage.store import Store
 
 T = TypeVar("T")

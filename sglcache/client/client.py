@@ -103,6 +103,18 @@ class AcquireOptions(NamespaceOptions, total=False):
     tenant: str | None
     priority: int
     """Where the daemon evicts by priority: what a request of a higher one has used is kept longer. Else nothing."""
+    prefetch: str | None
+    """What to do about pages that only the third tier has: none; best_effort (have them fetched for later requests, and
+    go on); timeout (wait for them so long); wait_complete. None: as the daemon is configured."""
+    prefetch_timeout_s: float | None
+    """timeout: how long, instead of as the daemon is configured."""
+
+
+class Prefetched(NamedTuple):
+    """What a prefetch led to, in tokens."""
+
+    matched_tokens: int  # that a match would find now, in any tier above the third
+    fetched_tokens: int  # of them, those that were fetched meanwhile
 
 
 class Dump(NamedTuple):
@@ -353,6 +365,27 @@ class Client(Member):
             request = connection.number()
             return connection.begin(control.Peek(request, packed, **checked), Pending(connection, request, _peeked))
 
+    def prefetch(
+        self, tokens: Tokens, *, timeout_s: float | None = None, **namespace: Unpack[NamespaceOptions]
+    ) -> Prefetched:
+        """Have what only the third tier has of a sequence brought to the host, ahead of the request that will need it.
+
+        Answered when it is there, or will not be; at the latest after `timeout_s`, and then what is under way goes on.
+        """
+        return self.prefetch_begin(tokens, timeout_s=timeout_s, **namespace).wait()
+
+    def prefetch_begin(
+        self, tokens: Tokens, *, timeout_s: float | None = None, **namespace: Unpack[NamespaceOptions]
+    ) -> Pending[Prefetched]:
+        """As `prefetch`, without waiting."""
+        packed = pack(tokens)
+        checked = _checked(namespace)
+        connection = self._connection
+        with connection.lock:
+            request = connection.number()
+            command = control.Prefetch(request, packed, **checked, timeout_s=_seconds("timeout_s", timeout_s))
+            return connection.begin(command, Pending(connection, request, _prefetched))
+
     def pin(
         self,
         tokens: Tokens,
@@ -548,6 +581,10 @@ def _peeked(answer: control.Done) -> Peeked:
     return Peeked(answer.facts["device_tokens"], answer.facts["matched_tokens"])
 
 
+def _prefetched(answer: control.Done) -> Prefetched:
+    return Prefetched(answer.facts["matched_tokens"], answer.facts["fetched_tokens"])
+
+
 def _errors(answer: control.Extended) -> list[SglcacheError | None]:
     return [
         None if isinstance(each, bytes) else SglcacheError.from_code(each.code, each.message, each.facts)
@@ -572,6 +609,7 @@ _TEXTS = {
     "session_id": control.MAX_NAME,
     "tenant": control.MAX_NAME,
     "owner": control.MAX_NAME,
+    "prefetch": control.MAX_NAME,
 }
 _NEEDED = frozenset(("reserve", "priority", "owner"))  # None is no value of these
 _NO_ROOM: dict[str, Any] = {"reserve": 0, "upto": None}
@@ -585,6 +623,8 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
         most = _TEXTS.get(name)
         if value is None and name not in _NEEDED:
             checked[name] = None
+        elif name.endswith("_s"):
+            checked[name] = _seconds(name, value)
         elif most is not None:
             if not isinstance(value, str) or len(value) > most:
                 what = f"{len(value)} characters" if isinstance(value, str) else f"{value!r}, no text"
@@ -600,6 +640,14 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
                 raise BadRequest(f"{name}={value!r}: an integer of {least} to {control.MAX_COUNT}", argument=name)
             checked[name] = count
     return checked
+
+
+def _seconds(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= control.MAX_TTL_S:
+        raise BadRequest(f"{name}={value!r}: seconds, 0 to {control.MAX_TTL_S:g}", argument=name)
+    return float(value)
 
 
 def _check_event(event: Event | None) -> None:
@@ -630,5 +678,6 @@ __all__ = [
     "NamespaceOptions",
     "Peeked",
     "Pending",
+    "Prefetched",
     "Worker",
 ]

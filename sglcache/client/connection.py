@@ -48,6 +48,7 @@ Request: TypeAlias = (
     | control.Release
     | control.Cancel
     | control.Peek
+    | control.Prefetch
     | control.Pin
     | control.Unpin
     | control.Clear

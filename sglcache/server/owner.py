@@ -26,6 +26,7 @@ from sglcache.errors import BadRequest, TransferError
 from sglcache.server.collector import Collector
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
+from sglcache.server.third import ThirdTier
 from sglcache.units import TicketId
 
 logger = logging.getLogger("sglcache.owner")
@@ -61,6 +62,7 @@ class Owner:
         max_delay_s: float = 0.001,
         heartbeat_s: float = 1.0,
         announce_every_s: float = 0.0,
+        third: ThirdTier | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -70,6 +72,7 @@ class Owner:
         self.loads = loads
         self.numbers = numbers
         self.collector = collector
+        self.third = third
         self.max_delay_s = max_delay_s
         self.heartbeat_s = heartbeat_s
         self.announce_every_s = announce_every_s
@@ -157,7 +160,8 @@ class Owner:
                 self.idle.clear()
                 self.submit(effect)
             else:
-                raise AssertionError(f"there is no L3 for {effect}")
+                assert self.third is not None, f"there is no third tier for {effect}"
+                self.third.submit(effect)
 
     def _resume(self) -> None:
         self._resuming = False
@@ -191,6 +195,12 @@ class Owner:
         self._hurrying = False
         if not self.index.cut(self.clock()):
             self._cutting = self.loop.call_soon(self._cut)
+        self.end_turn()
+
+    def flush(self) -> None:
+        """Cut all that is queued, now."""
+        while not self.index.cut(self.clock()):
+            self._dispatch()
         self.end_turn()
 
     def hurry(self) -> None:
@@ -253,10 +263,22 @@ class Owner:
             self.index.host_ready(num_pages)
             self.end_turn()
 
+    # -- the third tier ------------------------------------------------------------------------------------
+
+    def third_asked(self) -> None:
+        """Somebody waits for it, by now or soon: find out what for, and for how long."""
+        self.hurry()
+        self.pins_changed()
+
+    def third_done(self) -> None:
+        """Something of it is over, and the index has heard of it."""
+        self.pins_changed()
+        self.end_turn()
+
     # -- pins ---------------------------------------------------------------------------------------------
 
     def pins_changed(self) -> None:
-        """Set the timer to the pin that runs out first."""
+        """Set the timer to the pin that runs out first, or to who has waited for the third tier long enough."""
         if self._expiring is not None:
             self._expiring.cancel()
             self._expiring = None

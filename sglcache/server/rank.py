@@ -58,6 +58,7 @@ from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
 from sglcache.server.sessions import Offer, Sessions
 from sglcache.server.stream import build_publisher, format_of, tell_all
+from sglcache.server.third import ThirdTier, config_of
 from sglcache.units import TicketId, Tier
 from sglcache.wire import control
 
@@ -142,9 +143,14 @@ class Rank:
 
     async def start(self, loop: asyncio.AbstractEventLoop) -> None:
         parts = self._parts = build(self, loop)
+        below = parts.owner.third
+        if below is not None:
+            await below.open()
         if parts.publisher is not None:
             parts.publisher.attach(loop)
         parts.owner.start()
+        if below is not None:
+            below.start(parts.owner)
         parts.listener.open()
         parts.owner.collector.start()
         self.state = "ok"
@@ -154,13 +160,20 @@ class Rank:
         """Let what is under way end, for a while; take nothing new."""
         self.state = "draining"
         parts = self.parts
+        below = parts.owner.third
         parts.listener.close()
         parts.sessions.stop_reading()
         try:
             async with asyncio.timeout(DRAIN_S):
                 await parts.owner.idle.wait()
+                if below is not None:
+                    parts.owner.flush()
+                    await below.idle.wait()
         except TimeoutError:
-            logger.warning("%d copies are still in flight after %g s", parts.owner.num_copies, DRAIN_S)
+            stores = below.num_stores if below is not None else 0
+            logger.warning(
+                "%d copies and %d stores are still in flight after %g s", parts.owner.num_copies, stores, DRAIN_S
+            )
         parts.owner.close()
         logger.info("drained")
 
@@ -178,6 +191,8 @@ class Rank:
             parts.publisher.close()
         if parts.filler is not None:
             parts.filler.close()
+        if parts.owner.third is not None:
+            parts.owner.third.close()
         if not parts.engine.close(finish=False, timeout_s=CLOSE_S):
             logger.warning("a copy is still being made after %g s; the process ends in the midst of it", CLOSE_S)
         parts.load_ring.close()
@@ -290,6 +305,7 @@ class Rank:
             },
             "copies": [lane._asdict() for lane in parts.engine.stats()],
             "memory": {name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self.tiers().items()},
+            "third": parts.owner.third.facts() if parts.owner.third is not None else None,
             "sessions": parts.sessions.describe(),
             "stream": self._stream(for_ourselves=True),
         }
@@ -409,6 +425,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 write_policy=WritePolicy(config.host.write_policy, config.host.write_threshold),
                 load_back_threshold=config.host.load_back_threshold,
                 load_back_quota=-(-config.host.load_back_quota // shape.page_size),
+                l3=config_of(config, shape),
             )
         )
         if publisher is not None:
@@ -438,6 +455,10 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             place = None if copy.lease is None else loads.place(copy.ticket)
             engine.submit(Transfer(copy.ticket, copy.src, copy.dst, copy.src_slots, copy.dst_slots, place))
 
+        below = None
+        if index.l3 is not None:
+            below = ThirdTier(config, shape, host, seat.offset, seat.pp_rank)
+            undo.callback(below.close)
         owner = Owner(
             index,
             loop,
@@ -449,6 +470,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             max_delay_s=events.max_delay_ms / 1000,
             heartbeat_s=events.heartbeat_s,
             announce_every_s=events.announce_every_s if events.enabled else 0.0,
+            third=below,
         )
         offer = Offer(numbers.first, VERSION, shape.to_wire(), [pool.fd for pool in device.shards], shape.pool_bytes)
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest)

@@ -28,6 +28,7 @@ from sglcache.core import invariants
 from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Wake
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
+from sglcache.core.l3 import FOR_EVER
 from sglcache.errors import (
     BadRequest,
     Changed,
@@ -114,6 +115,10 @@ class Member(Connection):
         namespace = ROOT
         if not (c.lora is None and c.extra_key is None and c.cache_salt is None):
             namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
+        third = self.owner.third
+        fetch = None
+        if third is not None:
+            fetch = third.until(c.prefetch, c.prefetch_timeout_s, len(c.tokens) >> 2, self.owner.loop.time())
         grant = self.index.acquire(
             self.id,
             c.request,
@@ -125,9 +130,21 @@ class Member(Connection):
             room=c.room,
             session_id=c.session_id,
             priority=c.priority,
+            fetch=fetch,
         )
         if grant is not None:
             self.granted(c.request, grant)
+        elif third is not None:
+            self.owner.third_asked()
+
+    def prefetch(self, c: control.Prefetch) -> None:
+        until = FOR_EVER if c.timeout_s is None else self.owner.loop.time() + c.timeout_s
+        namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
+        done = self.index.prefetch(self.id, c.request, c.tokens, namespace, until)
+        if done is not None:
+            self.reply(control.Done(c.request, done._asdict()))
+        else:
+            self.owner.third_asked()
 
     def extend(self, c: control.Extend) -> None:
         extended = self.index.extend(self.id, c.request, c.items)
@@ -264,8 +281,15 @@ class Member(Connection):
         self.reply(control.Done(c.request, {"pages": pages}))
 
     def clear(self, c: control.Clear) -> None:
+        third = self.owner.third
+        if third is not None and c.tier == third.tier.name:
+            third.clear(lambda count: self.cleared_below(c.request, third.tier.name, count))
+            return
         pages = self.index.clear(None if c.tier is None else _tier(c.tier))
         self.reply(control.Done(c.request, {"pages": {tier.name: count for tier, count in pages.items()}}))
+
+    def cleared_below(self, request: int, tier: str, count: int) -> None:
+        self.reply(control.Done(request, {"pages": {tier: count}}))
 
     def ping(self, c: control.Ping) -> None:
         self.reply(control.Done(c.request))
@@ -324,6 +348,7 @@ _LOOKING: Handlers[Member] = {
 _LEADING: Handlers[Member] = {
     **_LOOKING,
     control.Acquire: Member.acquire,
+    control.Prefetch: Member.prefetch,
     control.Extend: Member.extend,
     control.Commit: Member.commit,
     control.Release: Member.release,

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
+from sglcache.core.effects import Run
 from sglcache.errors import BadRequest, ClosedError, SglcacheError, StorageError
-from sglcache.storage.page import Reason, Run
+from sglcache.storage.page import Reason
 from sglcache.storage.store import Got, Store
 
 log = logging.getLogger(__name__)

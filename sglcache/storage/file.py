@@ -32,12 +32,13 @@ from pathlib import Path
 
 import msgspec
 
+from sglcache.core.effects import Run
 from sglcache.errors import BadRequest, StartError, StorageError
 from sglcache.storage.catalog import Catalog, Entry
 from sglcache.storage.disk import Buffer, Disk
 from sglcache.storage.host import HostPages
 from sglcache.storage.order import NONE, Order
-from sglcache.storage.page import MAX_HEADER_BYTES, Form, Found, Identity, Reason, Run, packed, unpacked
+from sglcache.storage.page import MAX_HEADER_BYTES, Form, Found, Identity, Reason, packed, unpacked
 from sglcache.storage.store import Got, Put, Stats, Stop
 
 log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from queue import SimpleQueue
 
 import msgspec
 
+from sglcache.core.effects import Run
 from sglcache.core.key import ROOT
 from sglcache.errors import BadRequest, NotInstalled, StartError
 from sglcache.storage.host import HostPages
@@ -41,7 +42,7 @@ from sglcache.storage.mooncake_words import (
     ToProcess,
     What,
 )
-from sglcache.storage.page import Form, Identity, Reason, Run
+from sglcache.storage.page import Form, Identity, Reason
 from sglcache.storage.store import Got, Put, Stats, Stop
 
 log = logging.getLogger(__name__)

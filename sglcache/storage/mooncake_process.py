@@ -28,10 +28,11 @@ from typing import Any
 
 import msgspec
 
+from sglcache.core.effects import Run
 from sglcache.core.key import Namespace
 from sglcache.storage.host import HostPages, Piece
 from sglcache.storage.mooncake_words import Answer, Ask, Close, FromProcess, Loaded, Options, Start, State, ToProcess
-from sglcache.storage.page import MAX_HEADER_BYTES, Form, Reason, Run, packed
+from sglcache.storage.page import MAX_HEADER_BYTES, Form, Reason, packed
 
 log = logging.getLogger("sglcache.mooncake")
 

@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import xxhash
 
+from sglcache.core.effects import Run
 from sglcache.core.hashing import hasher, seed
 from sglcache.core.key import Keys, Namespace
 from sglcache.errors import BadRequest, StorageError
@@ -44,15 +45,6 @@ _TAIL_BYTES = 2 * HASH_BYTES
 # before it is not held. And the caller cancelled.
 Reason = Literal["missing", "corrupt", "foreign", "short", "failed", "full", "orphan", "cancelled"]
 REASONS: tuple[Reason, ...] = ("missing", "corrupt", "foreign", "short", "failed", "full", "orphan", "cancelled")
-
-
-class Run(NamedTuple):
-    """Neighbouring pages of one namespace."""
-
-    namespace: Namespace
-    before: bytes | None  # digest of the page before the first; None: the first is the first of its namespace
-    digests: bytes  # joined
-    tokens: bytes  # uint32 of all pages; with bigram keys one more token behind (see core.key.Keys)
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):

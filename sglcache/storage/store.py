@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from sglcache.storage.page import Form, Reason, Run
+from sglcache.core.effects import Run
+from sglcache.storage.page import Form, Reason
 
 Stop = Callable[[], bool]  # asked before each page, or each batch of them
 

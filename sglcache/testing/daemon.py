@@ -156,7 +156,8 @@ class Daemon(Served):
         self.folder = folder
         self.log = folder / "daemon.log"
         socket = folder / "rank-0.sock"
-        config: dict[str, dict[str, Any]] = {
+        config: dict[str, Any] = {
+            "model_name": "test",
             "control": {"socket": str(socket)},
             "state": {"dir": str(folder)},
             "parallel": {"dp_size": dp_size, "pp_size": pp_size},

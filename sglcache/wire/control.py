@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 3  # raised when an old peer would misread a new one
+PROTOCOL = 4  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 
@@ -123,6 +123,8 @@ class Acquire(Frame):
     reserve: U31 = 0  # room for this many tokens more
     exact: U31 | None = None  # match this many tokens, a multiple of the page size, or answer `Changed`
     room: U31 | None = None  # pages for the match and this many tokens beyond it; None: for all, and `reserve`
+    prefetch: Name | None = None  # none, best_effort, timeout or wait_complete; None: as the daemon is configured
+    prefetch_timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # instead of the daemon's
 
 
 class Extension(NamedTuple):
@@ -195,6 +197,17 @@ class Peek(Frame):
     cache_salt: Salt | None = None
 
 
+class Prefetch(Frame):
+    """Bring to the host what only the third tier has of `tokens`; answered when that is over, or at the timeout."""
+
+    request: U63
+    tokens: Tokens
+    lora: Name | None = None
+    extra_key: Salt | None = None
+    cache_salt: Salt | None = None
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # for the answer; None: none
+
+
 class Pin(Frame):
     """Keep what is cached of `tokens` from eviction for `ttl_s` seconds, in the name of `owner`."""
 
@@ -215,7 +228,7 @@ class Unpin(Frame):
 
 
 class Clear(Frame):
-    """Drop every cached page, of one tier ("DEVICE", "HOST") or of all."""
+    """Drop every cached page, of one tier ("DEVICE", "HOST", "DISK", "EXTERNAL") or of the first two."""
 
     request: U63
     tier: Name | None = None
@@ -267,6 +280,7 @@ Command = (
     | Cancel
     | Recorded
     | Peek
+    | Prefetch
     | Pin
     | Unpin
     | Clear
@@ -323,7 +337,7 @@ class CommitDone(Frame):
 
 
 class Done(Frame):
-    """To Release, Cancel, Unpin, Clear, Ping, Bye, Peek, Pin, Status, Dump: the numbers, by name."""
+    """To Release, Cancel, Unpin, Clear, Ping, Bye, Peek, Prefetch, Pin, Status, Dump: the numbers, by name."""
 
     request: int
     facts: dict[str, Any] = {}

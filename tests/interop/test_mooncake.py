@@ -20,6 +20,7 @@ import consumers
 import pytest
 from consumers import PYTHON, ROOT, eventually, listening
 
+from sglcache.core.effects import Run
 from sglcache.core.hashing import hasher
 from sglcache.core.key import ROOT as PLAIN
 from sglcache.core.key import Namespace
@@ -27,7 +28,7 @@ from sglcache.storage.engine import NO_TICKET, Done, Engine
 from sglcache.storage.host import HostPages, Piece
 from sglcache.storage.mooncake import MooncakeStore
 from sglcache.storage.mooncake_words import Options
-from sglcache.storage.page import Identity, Run
+from sglcache.storage.page import Identity
 
 pytestmark = pytest.mark.interop
 

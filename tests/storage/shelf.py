@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglcache.core.effects import Run
 from sglcache.core.hashing import hasher, seed
 from sglcache.core.key import ROOT, Namespace
 from sglcache.storage.disk import Buffer, Disk
 from sglcache.storage.file import FileStore
 from sglcache.storage.host import HostPages
-from sglcache.storage.page import Form, Identity, Run
+from sglcache.storage.page import Form, Identity
 
 PAGE = 4  # tokens
 SHARD_BYTES = 96

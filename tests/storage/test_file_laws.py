@@ -28,9 +28,9 @@ from shelf import (
     write,
 )
 
+from sglcache.core.effects import Run
 from sglcache.core.key import ROOT, Namespace
 from sglcache.storage.file import BLOCK_BYTES, FileStore
-from sglcache.storage.page import Run
 
 CAP = 10  # pages
 SPACES = (ROOT, Namespace(None, None, "s"))

@@ -36,11 +36,11 @@ from shelf import (
     write,
 )
 
+from sglcache.core.effects import Run
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import BadRequest, StartError
 from sglcache.storage.file import BLOCK_BYTES, FileStore
 from sglcache.storage.host import HostPages, Piece
-from sglcache.storage.page import Run
 
 LONG = range(100, 100 + 8 * PAGE)  # eight pages
 

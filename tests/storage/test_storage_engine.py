@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from shelf import PAGE, bytes_of, file_store, fill, held, identity, memory, pages_of, run, write
 
+from sglcache.core.effects import Run
 from sglcache.errors import BadRequest, ClosedError, StorageError
 from sglcache.storage.engine import NO_TICKET, Done, Engine
-from sglcache.storage.page import Form, Run
+from sglcache.storage.page import Form
 from sglcache.storage.store import Got, Put, Stats, Stop
 
 WAIT_S = 20.0

@@ -1,0 +1,262 @@
+"""The third tier of a rank: between the index's effects and the threads of a store.
+
+Its start has two halves. `open` makes the store ready, and what it can't do is a reason not to start. Then, while the
+rank serves already, the index is told what an exact store holds from earlier lives, a slice at a time; what is asked of
+L3 until that is over waits here, so nothing that is told can have gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from sglcache.config import Config
+from sglcache.core.effects import Cancel, Fetch, Probe, Store
+from sglcache.core.l3 import L3Config
+from sglcache.errors import BadRequest, Busy, ClosedError
+from sglcache.memory.geometry import Geometry, moves
+from sglcache.memory.pools import HostPools
+from sglcache.storage.build import build_store
+from sglcache.storage.engine import NO_TICKET, Done, Engine
+from sglcache.storage.host import HostPages, Piece
+from sglcache.storage.page import Identity
+from sglcache.units import TicketId, Tier
+
+if TYPE_CHECKING:
+    from sglcache.core.effects import Run
+    from sglcache.server.owner import Owner
+
+logger = logging.getLogger("sglcache.third")
+
+CLOSE_S = 3.0
+CLEARING = 1 << 62  # tickets from here on are ours: of clears
+FOR_EVER = float("inf")
+
+
+def config_of(config: Config, geometry: Geometry) -> L3Config | None:
+    """What the index is to know of it."""
+    storage = config.storage
+    if storage.kind == "none":
+        return None
+    exact = storage.kind == "file"
+    size = geometry.page_size
+    return L3Config(
+        exact=exact,
+        tell=exact if storage.events is None else storage.events,
+        threshold=max(1, -(-storage.prefetch_threshold // size)),
+        prefetch_quota=max(1, int(geometry.host_pages * storage.prefetch_share)),
+        store_quota=max(1, int(geometry.host_pages * storage.store_share)),
+        part=max(1, (storage.prefetch_part // (geometry.page_bytes * geometry.num_parts)) or 1),
+    )
+
+
+def identity_of(config: Config, geometry: Geometry, pp_rank: int) -> Identity:
+    """What must be equal before the bytes of a page mean the same."""
+    first = sum(config.for_stage(before).pool.num_layers for before in range(pp_rank))
+    return Identity(
+        model=config.model_name,
+        revision=config.storage.revision,
+        dtype=geometry.dtype,
+        layout="page_first",  # the payload's order, whatever the pool's
+        page_size=geometry.page_size,
+        bigram=config.pool.bigram,
+        hash_name=config.events.hash,
+        first_layer=first,
+        num_layers=geometry.num_layers,
+        num_shards=geometry.num_shards,
+        shards=(0, geometry.num_shards),
+        payload_bytes=geometry.page_bytes * geometry.num_parts,
+        geometry={
+            "num_kv_heads": geometry.num_kv_heads,
+            "head_dim": geometry.head_dim,
+            "v_head_dim": geometry.v_head_dim,
+            "kv_lora_rank": geometry.kv_lora_rank,
+            "qk_rope_head_dim": geometry.qk_rope_head_dim,
+        },
+    )
+
+
+def pages_of(geometry: Geometry, host: HostPools) -> HostPages:
+    """Where a host page lies: part by part, and in each the pieces in the order that page_first has them."""
+    placement = geometry.placement(Tier.HOST)
+    pieces = [
+        Piece(part, region.offset, region.page_stride, region.num_bytes)
+        for part in range(len(host.shards))
+        for region, _ in moves(placement, placement)
+    ]
+    return HostPages(
+        geometry.host_pages,
+        [pool.buffer.data for pool in host.shards],
+        pieces,
+        [pool.fd for pool in host.shards],
+    )
+
+
+class ThirdTier:
+    """Owns a store and its threads; all its methods are for the loop's thread."""
+
+    def __init__(self, config: Config, geometry: Geometry, host: HostPools, offset: int, pp_rank: int) -> None:
+        """The whole daemon's `config`, and the geometry of this rank."""
+        self.config = config.storage
+        store = build_store(config.storage, identity_of(config, geometry, pp_rank), pages_of(geometry, host), offset)
+        assert store is not None, "there is no third tier"
+        self.store = store
+        self.name = config.storage.kind
+        self.tier = Tier.DISK if store.exact else Tier.EXTERNAL
+        self.page_size = geometry.page_size
+        self.engine: Engine | None = None
+        self.ready = False  # what it held is known
+        self.num_stores = 0  # under way
+        self.idle = asyncio.Event()  # set while there are none
+        self.idle.set()
+        self._owner: Owner | None = None
+        self._waiting: deque[Store | Probe | Fetch | Cancel] = deque()  # until then
+        self._telling: asyncio.Task[None] | None = None
+        self._clears: dict[int, Callable[[int], None]] = {}
+        self._next_clear = CLEARING
+
+    # -- its life ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Make the store ready. StartError: the operator has to do something first."""
+        await asyncio.get_running_loop().run_in_executor(None, self.store.open)
+
+    def start(self, owner: Owner) -> None:
+        """Tell the index what there is, then begin to work."""
+        self._owner = owner
+        self._telling = asyncio.get_running_loop().create_task(self._begin(owner))
+
+    async def _begin(self, owner: Owner) -> None:
+        loop = asyncio.get_running_loop()
+        if self.store.exact:
+            listing = self.store.listing()
+            while (runs := await loop.run_in_executor(None, _next, listing)) is not None:
+                owner.index.l3_found(runs)
+                owner.end_turn()
+
+        def done(done: Done) -> None:
+            loop.call_soon_threadsafe(self._done, done)
+
+        self.engine = Engine(self.store, done, num_fetchers=self.config.num_threads)
+        self.ready = True
+        waiting, self._waiting = self._waiting, deque()
+        for effect in waiting:
+            self._pass_on(self.engine, effect)
+
+    def close(self) -> None:
+        """Let go of the store. What hangs is left behind. Idempotent."""
+        if self._telling is not None:
+            self._telling.cancel()
+        engine, self.engine = self.engine, None
+        if engine is None:
+            self.store.close()
+        elif not engine.close(CLOSE_S):
+            logger.warning("the store still works after %g s; the process ends in the midst of it", CLOSE_S)
+
+    # -- what the index wants ----------------------------------------------------------------------------------------
+
+    def submit(self, effect: Store | Probe | Fetch | Cancel) -> None:
+        """Never waits."""
+        if isinstance(effect, Store):
+            self.num_stores += 1
+            self.idle.clear()
+        if self.engine is None:
+            self._waiting.append(effect)
+        else:
+            self._pass_on(self.engine, effect)
+
+    def _pass_on(self, engine: Engine, effect: Store | Probe | Fetch | Cancel) -> None:
+        match effect:
+            case Store(ticket, run, slots):
+                engine.store(ticket, run, slots)
+            case Fetch(ticket, run, slots):
+                engine.fetch(ticket, run, slots)
+            case Probe(ticket, run):
+                engine.probe(ticket, run)
+            case Cancel(ticket):
+                engine.cancel(ticket)
+
+    def _done(self, done: Done) -> None:
+        owner = self._owner
+        assert owner is not None
+        if isinstance(done.error, ClosedError) or self.engine is None:
+            return
+        if done.error is not None:
+            logger.error("%s", done.error.message, exc_info=done.error.__cause__)
+        index, ticket = owner.index, TicketId(done.ticket)
+        match done.kind:
+            case "store":
+                self.num_stores -= 1
+                if not self.num_stores:
+                    self.idle.set()
+                index.stored(ticket, done.mask, done.removed)
+            case "fetch":
+                index.fetched(ticket, done.num_pages, done.removed)
+            case "probe":
+                index.probed(ticket, done.num_pages)
+            case "discard":
+                assert done.ticket == NO_TICKET
+                index.l3_removed(done.removed, bad=True)
+            case "clear":
+                index.l3_removed(done.removed)
+                self._clears.pop(done.ticket)(done.num_pages)
+        owner.third_done()
+
+    def clear(self, tell: Callable[[int], None]) -> None:
+        """Forget all it holds, of this rank's identity; `tell` gets the pages. Busy: its work has not begun yet."""
+        if self.engine is None:
+            raise Busy("the third tier is not ready yet; clear it again in a moment")
+        ticket = self._next_clear = self._next_clear + 1
+        self._clears[ticket] = tell
+        self.engine.clear(ticket)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def until(self, policy: str | None, timeout_s: float | None, num_tokens: int, now: float) -> float | None:
+        """Till when an acquire of so many tokens waits, as `Index.acquire` takes it. BadRequest: no such policy."""
+        config = self.config
+        policy = policy or config.prefetch_policy
+        if policy == "none":
+            return None
+        if policy == "best_effort":
+            return 0.0
+        if policy == "wait_complete":
+            return FOR_EVER
+        if policy != "timeout":
+            raise BadRequest(
+                f"prefetch {policy!r} is unknown; use none, best_effort, wait_complete or timeout", prefetch=policy
+            )
+        if timeout_s is None:
+            timeout_s = config.prefetch_timeout_s + config.prefetch_timeout_per_ki_token_s * num_tokens / 1024
+        return now + timeout_s
+
+    def facts(self) -> dict[str, Any]:
+        """For people and their scripts."""
+        stats, engine = self.store.stats(), self.engine
+        facts: dict[str, Any] = {
+            "kind": self.name,
+            "ready": self.ready,
+            "connected": stats.connected,
+            "num_pages": stats.num_pages,
+            "num_bytes": stats.num_bytes,
+            "max_bytes": stats.max_bytes,
+            "evicted_pages": stats.evicted_pages,
+            "discarded_pages": stats.discarded_pages,
+            "queued": engine.queued() if engine is not None else {},
+        }
+        if engine is not None:
+            counters = engine.counters
+            for name, kind in (("stored", "store"), ("fetched", "fetch")):
+                facts[f"{name}_pages"] = counters.pages[kind]  # type: ignore[index]
+                facts[f"{name}_bytes"] = counters.bytes[kind]  # type: ignore[index]
+                facts[f"{name}_seconds"] = round(counters.seconds[kind], 6)  # type: ignore[index]
+            facts["misses"] = dict(counters.missed["fetch"])
+            facts["not_stored"] = dict(counters.missed["store"])
+        return facts
+
+
+def _next(listing: Iterator[list[Run]]) -> list[Run] | None:
+    return next(listing, None)
