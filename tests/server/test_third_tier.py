@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 
 from sglcache.client import Client
-from sglcache.client.mirror import Mirror
-from sglcache.errors import BadRequest, StartError
 from sglcache.testing.daemon import Daemon, until
 
 SMALL = {"kind": "file", "prefetch_threshold": 4, "prefetch_policy": "wait_complete"}
