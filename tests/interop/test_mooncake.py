@@ -309,7 +309,7 @@ def test_a_master_that_hangs_costs_misses_and_no_page(master: Master, shim: Path
         desk.begin(what, run(0 if what == "fetch" else 1000, 8))
     gaps = beats(lambda: [desk.next() for _ in range(3)])
     assert all(done.num_pages == 0 and done.error is None for done in gaps.result)
-    assert gaps.longest_s < 1.0  # the interpreter was never held
+    assert gaps.longest_s < 2.0  # the interpreter was never held
     assert desk.connected(False)
     master.signal(signal.SIGCONT)
     assert desk.connected()
@@ -330,7 +330,7 @@ def test_a_client_that_hangs_is_ended_and_writes_into_no_slot_any_more(master: M
         desk.begin(what, run(0, 8))
     gaps = beats(lambda: [desk.next() for _ in range(3)])
     assert all(done.num_pages == 0 and done.error is None for done in gaps.result)
-    assert gaps.longest_s < 1.0
+    assert gaps.longest_s < 2.0
     assert not Path(f"/proc/{pid}").exists()
     assert desk.connected()
     # The pages that lay in it are gone; the master takes a while to know.
@@ -347,7 +347,7 @@ def test_close_is_quick_though_the_master_hangs(master: Master, shim: Path) -> N
     pid = desk.pid()
     gaps = beats(lambda: desk.engine.close(8.0))
     assert gaps.result
-    assert gaps.longest_s < 1.0
+    assert gaps.longest_s < 2.0
     assert sorted(desk.next().ticket for _ in tickets) == tickets
     assert not Path(f"/proc/{pid}").exists()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hypothesis import event, settings
@@ -44,6 +46,19 @@ def prompts(draw: st.DrawFn) -> Run:
     return run([token for page in pages for token in [page] * PAGE], draw(st.sampled_from(SPACES)), skip=skip)
 
 
+class ClockedDisk(FailingDisk):
+    """Files are as old as they are many: what a start without an index goes by is the same in each run of a program."""
+
+    def __init__(self, before: Callable[[str, str], None], clock: Iterator[int]) -> None:
+        super().__init__(before)
+        self.clock = clock
+
+    def rename(self, path: str, to: str) -> None:
+        now = next(self.clock)
+        os.utime(path, ns=(now, now))
+        super().rename(path, to)
+
+
 class Laws(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +70,7 @@ class Laws(RuleBasedStateMachine):
         self.used: dict[bytes, int] = {}  # of the pages that are held
         self.tick = 0
         self.bad: set[bytes] = set()
+        self.clock = itertools.count(1)
         self.store = self.open()
 
     def open(self) -> FileStore:
@@ -64,7 +80,7 @@ class Laws(RuleBasedStateMachine):
                 raise self.error
 
         return file_store(
-            self.path, self.pages, disk=FailingDisk(before), max_bytes=CAP * BLOCK_BYTES, low_water=7 / CAP
+            self.path, self.pages, disk=ClockedDisk(before, self.clock), max_bytes=CAP * BLOCK_BYTES, low_water=7 / CAP
         )
 
     def children(self, digest: bytes) -> list[bytes]:
@@ -250,5 +266,5 @@ class Laws(RuleBasedStateMachine):
         shutil.rmtree(self.path)
 
 
-Laws.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Laws.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestLaws = Laws.TestCase

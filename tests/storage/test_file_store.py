@@ -726,17 +726,17 @@ while True:
 
 
 def test_a_start_reads_no_page(tmp_path: Path) -> None:
-    """What it has to know of ten thousand pages stands in the index: or a start would take as long as they are many."""
+    """What it has to know of its pages stands in the index: or a start would take as long as they are many."""
     store = file_store(tmp_path, memory())
-    for number in range(157):
+    for number in range(40):
         it = run(range(number << 16, (number << 16) + 64 * PAGE))
         assert store.put(it, range(64), never).mask == b"\1" * 64
     store.close()
     calls: list[str] = []
     disk = FailingDisk(lambda step, path: calls.append(step))
     store = file_store(tmp_path, memory(), disk=disk)
-    assert (store.stats().num_pages, calls) == (157 * 64, [])
-    assert sum(len(it.digests) // 16 for runs in store.listing() for it in runs) == 157 * 64
+    assert (store.stats().num_pages, calls) == (40 * 64, [])
+    assert sum(len(it.digests) // 16 for runs in store.listing() for it in runs) == 40 * 64
     store.close()
 
 
