@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["probe", "fetch", "store", "clear", "discard"]
 KINDS: tuple[Kind, ...] = ("probe", "fetch", "store", "clear", "discard")
 NO_TICKET = -1
+INTERRUPT_S = 0.75  # of a close's time, that a store has to come back when it is interrupted
 
 
 class Done(NamedTuple):
@@ -169,7 +170,7 @@ class Engine:
             for _ in self._readers[1:]:
                 self._fetches.put(None)
             self._stores.put(None)
-        self._writer.join(deadline_s / 2)
+        self._writer.join(max(deadline_s / 2, deadline_s - INTERRUPT_S))
         if self._writer.is_alive():
             self._store.interrupt()
             self._writer.join(max(0.0, end - time.monotonic()))

@@ -11,8 +11,8 @@ from shelf import PAGE, file_store, identity, never, run
 
 from sglcache.memory.geometry import Geometry, moves
 from sglcache.memory.pools import HostPools
-from sglcache.storage.host import HostPages, Piece
-from sglcache.units import Tier
+from sglcache.server.third import pages_of
+from sglcache.storage.host import HostPages
 
 FORMS = {
     "heads": {"num_kv_heads": 4, "head_dim": 8, "v_head_dim": 4, "num_shards": 2},
@@ -30,14 +30,8 @@ def host(form: str, layout: str) -> tuple[HostPools, HostPages]:
         host_layout=layout,
         **FORMS[form],
     )
-    pools, placement = HostPools(geometry), geometry.placement(Tier.HOST)
-    pieces = [
-        Piece(number, region.offset, region.page_stride, region.num_bytes)
-        for number in range(len(pools.shards))
-        for region, _ in moves(placement, placement)
-    ]
-    regions = [memoryview(pool.buffer).cast("B") for pool in pools.shards]  # type: ignore[arg-type]
-    return pools, HostPages(placement.num_pages, regions, pieces, [pool.fd for pool in pools.shards])
+    pools = HostPools(geometry)
+    return pools, pages_of(geometry, pools)
 
 
 @pytest.mark.parametrize("form", FORMS)
