@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglcache.third")
 
-CLOSE_S = 3.0
+CLOSE_S = 8.0  # of which Mooncake takes 2
 CLEARING = 1 << 62  # tickets from here on are ours: of clears
 FOR_EVER = float("inf")
 
