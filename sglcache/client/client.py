@@ -366,25 +366,38 @@ class Client(Member):
             return connection.begin(control.Peek(request, packed, **checked), Pending(connection, request, _peeked))
 
     def prefetch(
-        self, tokens: Tokens, *, timeout_s: float | None = None, **namespace: Unpack[NamespaceOptions]
+        self,
+        tokens: Tokens,
+        *,
+        policy: str | None = "wait_complete",
+        timeout_s: float | None = None,
+        **namespace: Unpack[NamespaceOptions],
     ) -> Prefetched:
         """Have what only the third tier has of a sequence brought to the host, ahead of the request that will need it.
 
-        Answered when it is there, or will not be; at the latest after `timeout_s`, and then what is under way goes on.
+        Answered when it is there, or will not be; with a `timeout_s` (policy timeout) or policy best_effort before
+        that, too, and then what is under way goes on. `policy` None: as the daemon is configured.
         """
-        return self.prefetch_begin(tokens, timeout_s=timeout_s, **namespace).wait()
+        return self.prefetch_begin(tokens, policy=policy, timeout_s=timeout_s, **namespace).wait()
 
     def prefetch_begin(
-        self, tokens: Tokens, *, timeout_s: float | None = None, **namespace: Unpack[NamespaceOptions]
+        self,
+        tokens: Tokens,
+        *,
+        policy: str | None = "wait_complete",
+        timeout_s: float | None = None,
+        **namespace: Unpack[NamespaceOptions],
     ) -> Pending[Prefetched]:
         """As `prefetch`, without waiting."""
         packed = pack(tokens)
-        checked = _checked(namespace)
+        if timeout_s is not None and policy == "wait_complete":
+            policy = "timeout"
+        checked = _checked({**namespace, "policy": policy, "timeout_s": timeout_s})
         connection = self._connection
         with connection.lock:
             request = connection.number()
-            command = control.Prefetch(request, packed, **checked, timeout_s=_seconds("timeout_s", timeout_s))
-            return connection.begin(command, Pending(connection, request, _prefetched))
+            pending = Pending(connection, request, _prefetched)
+            return connection.begin(control.Prefetch(request, packed, **checked), pending)
 
     def pin(
         self,
@@ -610,6 +623,7 @@ _TEXTS = {
     "tenant": control.MAX_NAME,
     "owner": control.MAX_NAME,
     "prefetch": control.MAX_NAME,
+    "policy": control.MAX_NAME,
 }
 _NEEDED = frozenset(("reserve", "priority", "owner"))  # None is no value of these
 _NO_ROOM: dict[str, Any] = {"reserve": 0, "upto": None}

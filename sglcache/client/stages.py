@@ -27,18 +27,27 @@ def acquire_alike(
 
     Every stage is asked (`peek`), then held to the least that was said (`exact`). Where one has lost some of it since,
     the others' leases are given back and all are held to what is left, `tries` times at most; then Changed. NoSpace of
-    any stage is raised once the others' are given back. Two round trips to all at once, and one for each time more.
+    any stage is raised once the others' are given back. What only the third tier of a stage has is brought to its host
+    first, as `prefetch` says. Three round trips to all at once, and one for each time more.
     """
     if not stages or tries < 1 or options.get("exact") is not None:
         raise BadRequest(f"{len(stages)} stages, tries={tries}: at least one of each, and `exact` is found out here")
     packed = pack(tokens)
     whole = math.lcm(*(stage.geometry.page_size for stage in stages))
     limit = options.pop("limit", None)
+    policy, timeout_s = options.pop("prefetch", None), options.pop("prefetch_timeout_s", None)
     namespace: NamespaceOptions = {
         "lora": options.get("lora"),
         "extra_key": options.get("extra_key"),
         "cache_salt": options.get("cache_salt"),
     }
+    wanted = packed if limit is None else packed[: 4 * limit]
+    if policy != "none":
+        _, errors = _all(
+            stages, lambda stage: stage.prefetch_begin(wanted, policy=policy, timeout_s=timeout_s, **namespace)
+        )
+        if errors:
+            raise errors[0]
     peeked, errors = _all(stages, lambda stage: stage.peek_begin(packed, **namespace))
     if errors:
         raise errors[0]

@@ -563,7 +563,7 @@ class Index:
         self, session: SessionId, request: int, tokens: bytes, namespace: Namespace = ROOT, until: float = FOR_EVER
     ) -> Prefetched | None:
         """Bring to the host what L3 has of `tokens` behind what is cached. None: it is looked for; then `Wake`, when it
-        is there, or will not be, or at `until`, on the caller's clock: then what is under way goes on."""
+        is there, or will not be, or at `until`, on the caller's clock (0: at once, here): what is under way goes on."""
         s = self._session(session)
         if len(tokens) % TOKEN_BYTES:
             raise BadRequest(f"packed tokens are uint32: {len(tokens)} bytes is no multiple of 4")
@@ -581,9 +581,10 @@ class Index:
             has = self._reach(tokens, namespace)
             return Prefetched(has // TOKEN_BYTES, max(0, has - had) // TOKEN_BYTES)
 
-        self._fetch_rest(namespace, path, partial, at, rest, Waiter(s, request, until, tell))
+        waiter = Waiter(s, request, until, tell) if until > 0 else None
+        self._fetch_rest(namespace, path, partial, at, rest, waiter)
         self.l3.prefetches[-1].kept = True
-        return None
+        return None if waiter is not None else Prefetched(had // TOKEN_BYTES, 0)
 
     def _reach(self, tokens: bytes, namespace: Namespace) -> int:
         """Bytes of a sequence that are cached in some tier of the tree."""

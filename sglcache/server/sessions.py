@@ -28,7 +28,6 @@ from sglcache.core import invariants
 from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Wake
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
-from sglcache.core.l3 import FOR_EVER
 from sglcache.errors import (
     BadRequest,
     Changed,
@@ -138,13 +137,18 @@ class Member(Connection):
             self.owner.third_asked()
 
     def prefetch(self, c: control.Prefetch) -> None:
-        until = FOR_EVER if c.timeout_s is None else self.owner.loop.time() + c.timeout_s
         namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
+        third, until = self.owner.third, None
+        if third is not None:
+            until = third.until(c.policy, c.timeout_s, len(c.tokens) >> 2, self.owner.loop.time())
+        if until is None:  # nobody is to be asked
+            matched = self.index.peek(c.tokens, namespace).matched_tokens
+            self.reply(control.Done(c.request, Prefetched(matched, 0)._asdict()))
+            return
         done = self.index.prefetch(self.id, c.request, c.tokens, namespace, until)
         if done is not None:
             self.reply(control.Done(c.request, done._asdict()))
-        else:
-            self.owner.third_asked()
+        self.owner.third_asked()
 
     def extend(self, c: control.Extend) -> None:
         extended = self.index.extend(self.id, c.request, c.items)

@@ -367,7 +367,7 @@ class Program:
         if runners:
             namespace, key = self.prompt(choose, 16)
             rig = self.rig
-            rig.prefetch(choose.item(runners), key, namespace, choose.item((float("inf"), self.time + 1)))
+            rig.prefetch(choose.item(runners), key, namespace, choose.item((float("inf"), self.time + 1, 0)))
 
     def read(self, choose: Chooser) -> None:
         runners = self.live()

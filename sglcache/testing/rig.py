@@ -824,7 +824,7 @@ class Rig:
         asked = self._l3_is_asked(path, len(path))
 
         def then(result: Prefetched | SglcacheError | None) -> None:
-            if asked:
+            if asked and until > 0:
                 assert result is None, f"{result!r}"
                 self.fetching[request] = Fetching(runner.session, path, None, until)
             else:

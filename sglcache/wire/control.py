@@ -198,14 +198,15 @@ class Peek(Frame):
 
 
 class Prefetch(Frame):
-    """Bring to the host what only the third tier has of `tokens`; answered when that is over, or at the timeout."""
+    """Bring to the host what only the third tier has of `tokens`; answered when that is over, or as `policy` says."""
 
     request: U63
     tokens: Tokens
     lora: Name | None = None
     extra_key: Salt | None = None
     cache_salt: Salt | None = None
-    timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # for the answer; None: none
+    policy: Name | None = None  # as an Acquire's `prefetch`
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # of policy timeout, instead of the daemon's
 
 
 class Pin(Frame):
