@@ -71,8 +71,8 @@ HOME = {
 }
 
 
-@cache
 def tree(path: Path) -> ast.Module:
+    """Not kept: all of them are a million objects for every later `gc.collect()`."""
     return ast.parse(path.read_text(), str(path))
 
 
