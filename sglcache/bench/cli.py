@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from sglcache.bench import harness
 from sglcache.bench.harness import Comparison, Row
 from sglcache.core.eviction import POLICIES
+from sglcache.memory.geometry import LAYOUTS
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON, for programs.")
 events_option = click.option("--events/--no-events", default=True, show_default=True, help="Publish events.")
@@ -26,6 +30,10 @@ policy_option = click.option(
     "--policy", type=click.Choice(POLICIES), default="lru", show_default=True, help="Which pages are evicted first."
 )
 positive = click.IntRange(min=1)
+
+
+def layout_option(name: str, text: str) -> Callable[[Command], Command]:
+    return click.option(name, type=click.Choice(LAYOUTS), default=LAYOUTS[0], show_default=True, help=text)
 
 
 @click.group()
@@ -266,6 +274,64 @@ def storage(
     if page_kib:
         options = options._replace(page_bytes=tuple(each << 10 for each in page_kib))
     return _show("storage", benchmark.run(options), as_json)
+
+
+@bench.command()
+@click.option("--size", "sizes", type=positive, multiple=True, help="MiB; may be repeated.  [default: 64, 256]")
+@page_size_option
+@click.option("--layers", type=positive, default=32, show_default=True)
+@click.option("--kv-heads", type=positive, default=8, show_default=True)
+@click.option("--head-dim", type=positive, default=128, show_default=True)
+@layout_option("--layout", "The device pool's.")
+@layout_option("--host-layout", "The host pool's.")
+@click.option("--threads", type=positive, help="That copy, for each direction.  [default: as a rank has]")
+@click.option("--pairs", type=positive, default=7, show_default=True, help="Copies of each, in turn.")
+@json_option
+def copy(
+    sizes: tuple[int, ...],
+    page_size: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    layout: str,
+    host_layout: str,
+    threads: int | None,
+    pairs: int,
+    as_json: bool,
+) -> int:
+    """The copy engine between two tiers, against plain memcpys of as many bytes in as many threads."""
+    from sglcache.bench import copy as benchmark
+
+    options = benchmark.Options(
+        sizes or (64, 256), page_size, layers, kv_heads, head_dim, layout, host_layout, threads or 0, pairs
+    )
+    return _show("copy", benchmark.run(options), as_json)
+
+
+@bench.command()
+@click.option("--tokens", type=positive, default=1024, show_default=True, help="Of the prompt that is loaded back.")
+@page_size_option
+@click.option("--layers", type=positive, default=32, show_default=True)
+@click.option("--kv-heads", type=positive, default=8, show_default=True)
+@click.option("--head-dim", type=positive, default=128, show_default=True)
+@click.option("--pairs", type=positive, default=9, show_default=True, help="Measurements of each, in turn.")
+@click.option("--operations", type=positive, default=40, show_default=True, help="Write-throughs in a block.")
+@json_option
+def tiers(
+    tokens: int,
+    page_size: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    pairs: int,
+    operations: int,
+    as_json: bool,
+) -> int:
+    """A load-back as a runner sees it, first layer and last, and what a write-through costs acquire and commit."""
+    from sglcache.bench import tiers as benchmark
+
+    options = benchmark.Options(tokens, page_size, layers, kv_heads, head_dim, pairs, operations)
+    return _show("tiers", benchmark.run(options), as_json)
 
 
 # -- showing ------------------------------------------------------------------------------------------

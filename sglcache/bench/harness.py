@@ -99,12 +99,18 @@ def compare(ours: Sequence[Row], other: Sequence[Row], fields: Sequence[str]) ->
     }
 
 
-def run_json(command: str | Sequence[str], timeout_s: float = 1800.0) -> Row:
+def run_json(command: str | Sequence[str], timeout_s: float = 1800.0, env: Mapping[str, str] | None = None) -> Row:
     """Run a command (a string: by the shell) and take its last line of stdout as a JSON object. BenchError if not."""
     shown = command if isinstance(command, str) else shlex.join(command)
     try:
         done = subprocess.run(
-            command, shell=isinstance(command, str), capture_output=True, text=True, timeout=timeout_s, check=False
+            command,
+            shell=isinstance(command, str),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=env,
         )
     except subprocess.TimeoutExpired:
         raise BenchError(f"`{shown}` took longer than {timeout_s:.0f} s") from None

@@ -37,7 +37,7 @@ from sglcache.memory.geometry import Region
 from sglcache.memory.pools import Rows
 
 STAGING_BYTES = 1 << 20  # fits in a core's own cache
-PIECE_BYTES = 8 << 20  # what a thread takes at once, at most: so long a close waits
+PIECE_BYTES = 32 << 20  # what a thread takes at once, at most: so long a close waits
 SPLIT_BYTES = 1 << 20  # below twice that a step is not cut for more threads
 CALL_BYTES = 32 << 10  # what moves in the time of one call from Python
 
@@ -85,13 +85,27 @@ def _runs(joined: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
+class Part:
+    """Some of a copy's pages, src[i] to dst[i], and how to copy regions of each size; the same for every layer."""
+
+    def __init__(self, src: Slots, dst: Slots) -> None:
+        self.src = src
+        self.dst = dst
+        self._plans: dict[int, Plan] = {}
+
+    def plan(self, num_bytes: int) -> Plan:
+        """Two threads may make it at once, and it is the same."""
+        if (found := self._plans.get(num_bytes)) is None:
+            found = self._plans[num_bytes] = plan(self.src, self.dst, num_bytes)
+        return found
+
+
 class _Piece(NamedTuple):
     """What a thread does at once: some pages of some layers, between all pools."""
 
     flight: Flight
     step: int
-    src: Slots
-    dst: Slots
+    part: Part
 
 
 class CpuEngine(CopyEngine):
@@ -137,15 +151,15 @@ class _Threads:
     def _run(self) -> None:
         staging = np.empty(STAGING_BYTES, np.uint8)
         while (piece := self._take()) is not None:
-            flight, step, src, dst = piece
+            flight, step, part = piece
             error = None
             try:
                 if flight.error is None and not self.lane.dropped:
-                    staging = move(flight.way, flight.steps[step], src, dst, staging)
+                    staging = move(flight.way, flight.steps[step], part, staging)
             except Exception as exc:
                 error = exc
             self.lane.over(flight, step, error)
-            del piece, flight, src, dst, error  # an idle thread keeps no pool mapped
+            del piece, flight, part, error  # an idle thread keeps no pool mapped
 
     def _take(self) -> _Piece | None:
         """The next piece, of the copy that was submitted first; None: this is the end. Blocks."""
@@ -169,31 +183,28 @@ class _Threads:
             return
         order = np.argsort(src, kind="stable")  # so that a cut between pieces breaks one run at most
         src, dst = src[order], dst[order]
+        parts: dict[int, list[Part]] = {}
         pieces = []
         for step, (first, stop) in enumerate(flight.steps):
             num_bytes = len(src) * sum(flight.way.layer_bytes[first:stop])
             count = max(-(-num_bytes // PIECE_BYTES), min(self._num_threads, num_bytes // SPLIT_BYTES), 1)
             count = min(count, len(src))
             flight.left[step] = count
-            for each in range(count):
-                here = slice(each * len(src) // count, (each + 1) * len(src) // count)
-                pieces.append(_Piece(flight, step, src[here], dst[here]))
+            if count not in parts:
+                ends = [each * len(src) // count for each in range(count + 1)]
+                parts[count] = [Part(src[first:stop], dst[first:stop]) for first, stop in itertools.pairwise(ends)]
+            pieces += [_Piece(flight, step, part) for part in parts[count]]
         self._pieces.extend(pieces)
 
 
-def move(
-    way: Way, layers: tuple[int, int], src: Slots, dst: Slots, staging: npt.NDArray[np.uint8]
-) -> npt.NDArray[np.uint8]:
-    """Copy these layers of page src[i] to page dst[i], between all pools. The staging buffer, which may have grown."""
-    plans: dict[int, Plan] = {}
+def move(way: Way, layers: tuple[int, int], part: Part, staging: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Copy these layers of a part's pages, between all pools. The staging buffer, which may have grown."""
     for src_pool, dst_pool, pairs in way.moves(*layers):
         for src_region, dst_region in pairs:
             num_bytes = src_region.num_bytes
-            if num_bytes not in plans:
-                plans[num_bytes] = plan(src, dst, num_bytes)
             if staging.nbytes < num_bytes:
                 staging = np.empty(num_bytes, np.uint8)
-            copy_rows(_rows(src_pool, src_region), _rows(dst_pool, dst_region), plans[num_bytes], staging)
+            copy_rows(_rows(src_pool, src_region), _rows(dst_pool, dst_region), part.plan(num_bytes), staging)
     return staging
 
 

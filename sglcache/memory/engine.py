@@ -30,7 +30,7 @@ from sglcache.errors import ClosedError, TransferError
 from sglcache.memory.geometry import Geometry, Placement, Region, moves
 from sglcache.units import TicketId, Tier
 
-STEP_BYTES = 1 << 20  # of all shards: what is worth a step of its own, and its doorbells
+STEP_BYTES = 4 << 20  # of all shards: half a millisecond or so, worth a step of its own and its doorbells
 
 Slots = npt.NDArray[np.int32]
 Direction = tuple[Tier, Tier]
@@ -79,6 +79,7 @@ class Way:
         self.name = NAMES[direction]
         self.pairs = tuple(pairs)
         self._placements = [(src.placement, dst.placement) for src, dst in pairs]
+        self._moves: dict[tuple[int, int], list[list[tuple[Region, Region]]]] = {}
         self.num_layers = len(self._placements[0][0].layers)
         self.layer_bytes = [
             sum(src.num_bytes for each in self._placements for src, _ in moves(*each, (layer,)))
@@ -104,10 +105,10 @@ class Way:
 
     def moves(self, first: int, stop: int) -> list[tuple[Memory, Memory, list[tuple[Region, Region]]]]:
         """What to copy of each page for these layers: pool by pool, the regions."""
-        layers = range(first, stop)
-        return [
-            (*pools, moves(*placements, layers)) for pools, placements in zip(self.pairs, self._placements, strict=True)
-        ]
+        if (found := self._moves.get((first, stop))) is None:
+            found = [moves(*placements, range(first, stop)) for placements in self._placements]
+            self._moves[first, stop] = found  # of many layers it takes longer than a piece of the copy
+        return [(*pools, regions) for pools, regions in zip(self.pairs, found, strict=True)]
 
 
 class LaneStats(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from sglcache.bench import events, index, match, memory, rpc, stall, start, storage
+from sglcache.bench import copy, events, index, match, memory, rpc, stall, start, storage, tiers
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 from sglcache.errors import ConfigError, NoSpace
@@ -232,3 +232,37 @@ def test_storage_puts_and_gets_what_it_times(tmp_path: Path) -> None:
     assert [(case["store"], case["pages"]) for case in row["cases"]] == [("file", 64), ("file", 4)]
     assert all(case["put_ratio"] > 0 and case["get_ratio"] > 0 for case in row["cases"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_copy_moves_what_it_times_in_every_shape_and_direction() -> None:
+    options = copy.Options((1, 2), num_layers=4, num_kv_heads=2, head_dim=64, threads=2, pairs=2)
+    row = copy.run(options)
+    assert (row["threads"], row["page_bytes"]) == (2, 16 * 4 * 2 * 2 * 64 * 2)
+    assert [(case["mib"], case["slots"]) for case in row["cases"]] == [
+        (size, shape) for size in (1, 2) for shape in copy.SHAPES
+    ]
+    assert all(case[name]["ratio"] > 0 for case in row["cases"] for name in ("backup", "load"))
+    assert [case["both"]["ratio"] > 0 for case in row["both_directions"]] == [True, True]
+    assert all(case["first_ms"] <= case["last_ms"] for case in row["first_layer"])
+    assert row["half"]["load"]["half_at_kib"] <= 2048
+    with pytest.raises(BenchError, match="give --size more"):
+        copy.measure(options._replace(sizes_mib=(1,), page_size=4096))
+
+
+def test_copy_names_pages_once_in_every_shape() -> None:
+    bench_ = copy.Bench(copy.Options((1,), num_layers=4, num_kv_heads=2, head_dim=64))
+    for shape in copy.SHAPES:
+        slots = bench_.slots(30, shape)
+        assert len(set(slots.tolist())) == 30
+        assert 0 <= slots.min() <= slots.max() < bench_.geometry.num_pages
+    assert bench_.backup(30, "scattered") > 0
+    assert (bench_.host.shards[0].pages[bench_.slots(30, "scattered").tolist()] == 3).all()
+    bench_.close()
+
+
+def test_tiers_loads_what_only_the_host_has_and_writes_through() -> None:
+    row = tiers.run(tiers.Options(64, num_layers=3, num_kv_heads=1, head_dim=8, pairs=2, operations=5))
+    load = row["load_back"]
+    assert 0 < load["answer_ms"] <= load["first_layer_ms"] <= load["last_layer_ms"]
+    assert load["layers"] == 3
+    assert all(row["write_through"][name]["ratio"] > 0 for name in ("acquire", "commit"))

@@ -19,7 +19,7 @@ from kernel_facts import mapped
 from sglcache.errors import ClosedError, TransferError
 from sglcache.memory import cpu_engine
 from sglcache.memory import engine as engines
-from sglcache.memory.cpu_engine import CpuEngine, copy_rows, plan
+from sglcache.memory.cpu_engine import CpuEngine, Part, copy_rows, plan
 from sglcache.memory.engine import BACKUP, LOAD, LoadPlace, Transfer, Way, ways_of
 from sglcache.memory.geometry import Geometry, Placement
 from sglcache.memory.pools import DevicePools, HostPools, Pool
@@ -235,9 +235,9 @@ def test_copies_of_a_direction_are_told_of_in_the_order_of_submission(
     gates = [threading.Event() for _ in range(4)]
     move = cpu_engine.move
 
-    def held(way: Way, layers: tuple[int, int], src: np.ndarray, *rest: object) -> object:
-        assert gates[src[0]].wait(30)
-        return move(way, layers, src, *rest)  # type: ignore[arg-type]
+    def held(way: Way, layers: tuple[int, int], part: Part, staging: np.ndarray) -> np.ndarray:
+        assert gates[part.src[0]].wait(30)
+        return move(way, layers, part, staging)
 
     monkeypatch.setattr(cpu_engine, "move", held)
     a, b = pools(4, 8)
@@ -288,7 +288,7 @@ def test_a_load_is_told_of_layer_by_layer_as_each_is_there_for_every_shard(
     host.close()
 
 
-def test_small_layers_share_a_step_and_large_ones_have_their_own() -> None:
+def test_small_layers_share_a_step_and_large_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     device, host = Placement.of("page_first", 4, 6, [1 << 10] * 2), Placement.of("layer_first", 4, 6, [1 << 10] * 2)
 
     class Memory:
@@ -298,8 +298,9 @@ def test_small_layers_share_a_step_and_large_ones_have_their_own() -> None:
     way = Way(LOAD, [(Memory(host), Memory(device))])
     assert way.page_bytes == 6 << 11
     assert way.steps(1) == [(0, 6)]
-    assert way.steps(4 * 128 // 3) == [(0, 4), (4, 6)]
-    assert way.steps(1024) == [(layer, layer + 1) for layer in range(6)]
+    monkeypatch.setattr(engines, "STEP_BYTES", 4 << 12)
+    assert way.steps(2) == [(0, 4), (4, 6)]
+    assert way.steps(8) == [(layer, layer + 1) for layer in range(6)]
 
 
 # -- failures -------------------------------------------------------------------------------------------------
