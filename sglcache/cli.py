@@ -424,6 +424,16 @@ def _show_status(facts: dict[str, Any]) -> None:
         names = (f"evicted_{tier}_pages", f"{kept}_pages", f"cleared_{tier}_pages")
         evicted, moved, cleared = (counters[name] for name in names)
         console.print(f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {cleared:,} cleared")
+    for lane in facts["copies"]:
+        oldest = f", the oldest for {lane['oldest_s']:.1f} s" if lane["in_flight"] else ""
+        failed = f", {lane['failed']:,} failed" if lane["failed"] else ""
+        console.print(
+            f"{lane['name']:<9} {lane['copies']:,} copies, {_bytes(lane['bytes'])} in {lane['seconds']:.1f} s{failed}; "
+            f"{lane['in_flight']} in flight{oldest}"
+        )
+    for tier, there in facts["memory"].items():
+        if there["ready_bytes"] < there["bytes"]:
+            console.print(f"memory    {tier.lower()}: {_bytes(there['ready_bytes'])} of {_bytes(there['bytes'])} ready")
     if stream is None:
         console.print("stream    off")
     else:

@@ -315,7 +315,7 @@ def copy(
 @click.option("--kv-heads", type=positive, default=8, show_default=True)
 @click.option("--head-dim", type=positive, default=128, show_default=True)
 @click.option("--pairs", type=positive, default=9, show_default=True, help="Measurements of each, in turn.")
-@click.option("--operations", type=positive, default=40, show_default=True, help="Write-throughs in a block.")
+@click.option("--operations", type=positive, default=20, show_default=True, help="Write-throughs in a block.")
 @json_option
 def tiers(
     tokens: int,

@@ -1,11 +1,13 @@
 """The event loop's side of the index: the turn, and everything that goes on by itself between commands.
 
     commands of one read ─► Index ─► drain ─► batches to the publisher
-                                              copies to the copy engine
+                                              load-backs to the copy engine
                                               answers, one write a connection
+                                              write-throughs to the copy engine
 
 That order is the order of the world: a batch that says a page is gone leaves before the page is granted to anyone, and
-an answer leaves after the copy that it promises was submitted. Where telling of removals takes more than a slice the
+an answer leaves after the load that it promises was submitted. Nobody is promised a write-through, and its thread would
+take the interpreter from the answers. Where telling of removals takes more than a slice the
 index is `held`: then every answer of every connection waits with it.
 
 What goes on by itself: cuts of the event queue, heartbeats, slices of long work, pins that run out, the cycle
@@ -79,6 +81,7 @@ class Owner:
         self.clock = clock
         self.wake: Callable[[Wake], None] = _nobody  # the sessions' part takes it over
         self.dirty: list[Outbox] = []  # connections with answers of this turn
+        self._backups: list[Copy] = []  # write-throughs of this turn
         self.num_turns = 0
         self.num_copies = 0  # submitted and not done
         self.idle = asyncio.Event()  # set while num_copies is 0
@@ -143,6 +146,10 @@ class Owner:
             dirty, self.dirty = self.dirty, []
             for outbox in dirty:
                 outbox.flush()
+        if self._backups:
+            backups, self._backups = self._backups, []
+            for copy in backups:
+                self.submit(copy)
         if self._cutting is None and index.uncut and not self._closed:
             self._cutting = self.loop.call_later(self.max_delay_s, self._cut)
         self.num_turns += 1
@@ -158,7 +165,10 @@ class Owner:
             elif isinstance(effect, Copy):
                 self.num_copies += 1
                 self.idle.clear()
-                self.submit(effect)
+                if effect.lease is None:
+                    self._backups.append(effect)
+                else:
+                    self.submit(effect)
             else:
                 assert self.third is not None, f"there is no third tier for {effect}"
                 self.third.submit(effect)

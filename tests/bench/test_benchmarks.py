@@ -261,7 +261,7 @@ def test_copy_names_pages_once_in_every_shape() -> None:
 
 
 def test_tiers_loads_what_only_the_host_has_and_writes_through() -> None:
-    row = tiers.run(tiers.Options(64, num_layers=3, num_kv_heads=1, head_dim=8, pairs=2, operations=5))
+    row = tiers.run(tiers.Options(64, 16, 3, 1, 8, pairs=2, operations=5, compute_ms=1))
     load = row["load_back"]
     assert 0 < load["answer_ms"] <= load["first_layer_ms"] <= load["last_layer_ms"]
     assert load["layers"] == 3

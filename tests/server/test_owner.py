@@ -117,11 +117,11 @@ def test_what_removed_pages_leaves_before_what_was_given_them(tmp_path: Path) ->
     in_a_world(tmp_path, test)
 
 
-def test_a_copy_is_submitted_before_the_answer_that_promises_it(tmp_path: Path) -> None:
+def test_a_load_is_submitted_before_the_answer_that_promises_it_and_a_backup_behind_all_answers(tmp_path: Path) -> None:
     async def test(world: World) -> None:
         world.commit(*range(PAGES))
         world.owner.end_turn()
-        assert world.take() == ["copy to HOST", "Committed", "Released", "written"]
+        assert world.take() == ["Committed", "Released", "written", "copy to HOST"]
         world.owner.copied(world.copies[0].ticket, True)
         world.commit(*range(50, 50 + PAGES))
         world.owner.end_turn()
