@@ -267,7 +267,7 @@ rank.DRAIN_S = rank.CLOSE_S = 0.2
     with daemon.client() as client:
         put(client, prompt(1, 8), 5)
     assert daemon.stop() == 0
-    assert "1 copies are still in flight" in daemon.said()
+    assert "1 copies and 0 stores are still in flight" in daemon.said()
     assert "a copy is still being made" in daemon.said()
 
 
