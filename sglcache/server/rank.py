@@ -68,7 +68,7 @@ EXIT_FAILED = 70  # sysexits' EX_SOFTWARE
 EXIT_CONFIG = 78  # sysexits' EX_CONFIG: it can't be had as it is configured
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 DRAIN_S = 10.0  # what copies in flight get
-CLOSE_S = 5.0  # what a piece of a copy gets that is being copied at the end; then the process ends in the midst of it
+CLOSE_S = 2.0  # what a piece of a copy gets that is being copied at the end; then the process ends in the midst of it
 SWITCH_INTERVAL_S = (
     0.0005  # how long the copy threads' Python may keep the loop from running; the default is ten times it
 )

@@ -83,7 +83,7 @@ def test_a_drain_has_an_end(folder: Path) -> None:
     with daemon.client() as client:
         client.acquire(TOKENS).commit()
         assert daemon.stop() == 0
-    assert "1 copies are still in flight" in daemon.said()
+    assert "1 copies and 0 stores are still in flight" in daemon.said()
 
 
 def test_what_nobody_expected_ends_the_rank_and_its_next_life_announces_itself(folder: Path) -> None:
