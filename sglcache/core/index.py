@@ -771,6 +771,8 @@ class Index:
             self._serve_waiting()
         elif self.backups.due:
             self.backups.retry()
+        elif self.l3 is not None and self.l3.behind:
+            self.l3.catch_up()
         elif self._telling_again is not None:
             if next(self._telling_again, self) is self:
                 self._telling_again = None
@@ -784,7 +786,9 @@ class Index:
     def busy(self) -> bool:
         """Whether `step` would get on: not with who waits for room where it depends on a copy that is under way."""
         waits = self._waiting and self._stuck != self.revision
-        return bool(waits or self.backups.due or self._telling_again is not None or self._clearing or self._graves)
+        behind = self.l3 is not None and self.l3.behind
+        telling = self._telling_again is not None
+        return bool(waits or self.backups.due or behind or telling or self._clearing or self._graves)
 
     def cut(self, ts: float, heartbeat: bool = False) -> bool:
         """Put what is queued on the stream, numbered, stamped `ts` (unix seconds); False: a slice was used up."""

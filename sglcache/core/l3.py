@@ -43,6 +43,8 @@ DEVICE, HOST = 0, 1
 WRITING = 1 << HOST
 FOR_EVER = float("inf")
 ALL = 1 << 62
+CHANGES = 1000  # pages that came or went, of which one call takes notice; a millisecond
+STORE_PART = 512  # pages of one store
 SEGMENT = 1024  # pages of a shelf that a walk sees at once
 
 
@@ -138,8 +140,18 @@ class Storing:
 
     end: Node
     num_pages: int
-    ticket: TicketId | None = None
+    parts: int = 0  # stores that are not over
+
+
+@dataclass(eq=False, kw_only=True)
+class _Change:
+    """Pages that an exact store holds now where the mask says so, or that it holds no longer."""
+
     run: Run | None = None
+    mask: bytes = b""
+    digests: bytes = b""
+    bad: bool = False
+    done: int = 0  # pages of it
 
 
 @dataclass(eq=False)
@@ -196,7 +208,8 @@ class L3:
         self.store_quota = config.store_quota or max(1, host_pages // 4)
         self.shelf = Shelf()
         self.storing: dict[int, Storing] = {}  # by id()
-        self.stores: dict[TicketId, Storing] = {}
+        self.stores: dict[TicketId, tuple[Storing, Run]] = {}
+        self._changes: deque[_Change] = deque()  # of what it holds, in order, not taken notice of yet
         self.held_by_stores = 0  # pages of the host
         self.prefetches: list[Prefetch] = []
         self.fetching = 0  # pages of the host
@@ -246,23 +259,26 @@ class L3:
                 return
             first, last = missing[0], missing[-1] + 1
         slots = b"".join([node.cells[HOST] for node in nodes])
-        storing.ticket = TicketId(index.new_id())
-        storing.run = self._part(run, first, last)
-        self.stores[storing.ticket] = storing
         index.counters["l3_store_pages"] += last - first
-        index.emit(Store(storing.ticket, storing.run, slots[first * SLOT_BYTES : last * SLOT_BYTES]))
+        for start in range(first, last, STORE_PART):
+            stop = min(last, start + STORE_PART)
+            ticket, part = TicketId(index.new_id()), self._part(run, start, stop)
+            self.stores[ticket] = storing, part
+            storing.parts += 1
+            index.emit(Store(ticket, part, slots[start * SLOT_BYTES : stop * SLOT_BYTES]))
 
     def stored(self, ticket: TicketId, mask: bytes, removed: bytes) -> None:
         """A store is over: a byte a page, 1 where it is there now; and what went to make room."""
         self.removed(removed)
-        storing = self.stores.pop(ticket, None)
-        if storing is None:
+        if ticket not in self.stores:
             return
-        run = storing.run
-        assert run is not None
+        storing, run = self.stores.pop(ticket)
         self.index.counters["l3_stores_failed"] += mask.count(0)
-        self._add(run, mask)
-        self._stored(storing)
+        self._changes.append(_Change(run=run, mask=mask))
+        self.catch_up()
+        storing.parts -= 1
+        if not storing.parts:
+            self._stored(storing)
 
     def _stored(self, storing: Storing) -> None:
         index = self.index
@@ -277,11 +293,41 @@ class L3:
 
     def found(self, runs: list[Run]) -> None:
         """What it held already when this life began, parents first."""
-        for run in runs:
-            self._add(run, b"\x01" * (len(run.digests) // self.index.hasher.size))
+        size = self.index.hasher.size
+        self._changes += [_Change(run=run, mask=b"\x01" * (len(run.digests) // size)) for run in runs]
+        self.catch_up()
 
     def removed(self, digests: bytes, bad: bool = False) -> None:
         """What it no longer holds, children first; or a page that was `bad`, whose children stay."""
+        if digests:
+            self._changes.append(_Change(digests=digests, bad=bad))
+            self.catch_up()
+
+    @property
+    def behind(self) -> bool:
+        """There is more to take notice of than one call does."""
+        return bool(self._changes)
+
+    def catch_up(self) -> None:
+        """A slice of what came or went, in order. Until all is, a fetch of what is gone is a miss like any other."""
+        left, size, changes = CHANGES, self.index.hasher.size, self._changes
+        while changes and left > 0:
+            change = changes[0]
+            start = change.done
+            if change.run is not None:
+                stop = min(len(change.mask), start + left)
+                self._add(self._part(change.run, start, stop), change.mask[start:stop])
+                over = stop == len(change.mask)
+            else:
+                stop = min(len(change.digests) // size, start + left)
+                self._remove(change.digests[start * size : stop * size], change.bad)
+                over = stop * size == len(change.digests)
+            left -= stop - start
+            change.done = stop
+            if over:
+                changes.popleft()
+
+    def _remove(self, digests: bytes, bad: bool) -> None:
         size, told = self.index.hasher.size, []
         for at in range(0, len(digests), size):
             digest = digests[at : at + size]

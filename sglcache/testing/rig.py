@@ -815,7 +815,9 @@ class Rig:
         if l3 is None:
             return False
         rest = most - self.model.reach(path[:most])[1]
-        return rest >= max(1, l3.threshold) and (not l3.exact or bool(self.l3.pages))
+        assert self.index.l3 is not None
+        some = bool(self.l3.pages) if not self.index.l3.behind else len(self.index.l3.shelf) > 0
+        return rest >= max(1, l3.threshold) and (not l3.exact or some)
 
     def prefetch(self, runner: Runner, tokens: Iterable[int] | bytes, namespace: Namespace, until: float) -> None:
         """Ask for what L3 has of a sequence."""
@@ -1337,7 +1339,7 @@ class Rig:
             )
             assert dumped[tier] == published, f"tier {tier}: the dump has {dumped[tier] ^ published} too many or few"
         l3 = self.config.l3
-        if l3 is not None and l3.exact and not self.index.announcing:
+        if l3 is not None and l3.exact and not self.index.announcing and not self.index.l3.behind:  # type: ignore[union-attr]
             on_disk = {page for page in self.l3.pages if page.namespace[1] is None} if l3.tell else set()
             mirror = subscriber.present[Tier.DISK]
             assert mirror == on_disk, f"DISK: the mirror has {mirror - on_disk} more, lacks {on_disk - mirror}"

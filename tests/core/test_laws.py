@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from sglcache.core import eventlog, eviction, index, slots, tree
+from sglcache.core import eventlog, eviction, index, l3, slots, tree
 from sglcache.core.eviction import POLICIES
 from sglcache.core.l3 import L3Config
 from sglcache.core.tiering import WritePolicy
@@ -73,6 +73,9 @@ def test_any_seeded_program(variant: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(eviction, "SLACK", 0)
         monkeypatch.setattr(eviction, "SWEEP", 1)
         monkeypatch.setattr(eviction, "DISCARD", 1)
+        monkeypatch.setattr(l3, "CHANGES", 2)
+        monkeypatch.setattr(l3, "STORE_PART", 2)
+        monkeypatch.setattr(l3, "SEGMENT", 3)
     first = random.randrange(1 << 40) if DEEP else 0
     for seed in range(first, first + (200 if variant == "any" else 100) * max(1, DEEP)):
         try:
