@@ -34,6 +34,8 @@ logger = logging.getLogger("sglcache.third")
 CLOSE_S = 8.0  # of which Mooncake takes 2
 CLEARING = 1 << 62  # tickets from here on are ours: of clears
 FOR_EVER = float("inf")
+STUCK_S = 2.0  # a store that has not answered for so long is not asked for more
+POLICIES = ("best_effort", "timeout", "wait_complete")
 
 
 def config_of(config: Config, geometry: Geometry) -> L3Config | None:
@@ -115,6 +117,8 @@ class ThirdTier:
         self._owner: Owner | None = None
         self._waiting: deque[Store | Probe | Fetch | Cancel] = deque()  # until then
         self._telling: asyncio.Task[None] | None = None
+        self._asked: dict[TicketId, float] = {}  # probes and fetches under way, oldest first, and since when
+        self.num_spared = 0  # acquires that did not ask, for it would not have answered
         self._clears: dict[int, Callable[[int], None]] = {}
         self._next_clear = CLEARING
 
@@ -173,8 +177,10 @@ class ThirdTier:
             case Store(ticket, run, slots):
                 engine.store(ticket, run, slots)
             case Fetch(ticket, run, slots):
+                self._asked[ticket] = asyncio.get_running_loop().time()
                 engine.fetch(ticket, run, slots)
             case Probe(ticket, run):
+                self._asked[ticket] = asyncio.get_running_loop().time()
                 engine.probe(ticket, run)
             case Cancel(ticket):
                 engine.cancel(ticket)
@@ -187,6 +193,7 @@ class ThirdTier:
         if done.error is not None:
             logger.error("%s", done.error.message, exc_info=done.error.__cause__)
         index, ticket = owner.index, TicketId(done.ticket)
+        self._asked.pop(ticket, None)
         match done.kind:
             case "store":
                 self.num_stores -= 1
@@ -221,6 +228,9 @@ class ThirdTier:
         policy = policy or config.prefetch_policy
         if policy == "none":
             return None
+        if policy in POLICIES and self.stuck_s(now) > STUCK_S:
+            self.num_spared += 1
+            return None
         if policy == "best_effort":
             return 0.0
         if policy == "wait_complete":
@@ -232,6 +242,15 @@ class ThirdTier:
         if timeout_s is None:
             timeout_s = config.prefetch_timeout_s + config.prefetch_timeout_per_ki_token_s * num_tokens / 1024
         return now + timeout_s
+
+    def stuck_s(self, now: float) -> float:
+        """How long the oldest thing that it was asked for has had no answer; inf while it can't be asked.
+
+        Who comes then is spared the wait: the first of those who wait pays for all.
+        """
+        if not self.store.exact and not self.store.stats().connected:
+            return FOR_EVER
+        return now - next(iter(self._asked.values()), now)
 
     def facts(self) -> dict[str, Any]:
         """For people and their scripts."""
@@ -246,6 +265,7 @@ class ThirdTier:
             "evicted_pages": stats.evicted_pages,
             "discarded_pages": stats.discarded_pages,
             "queued": engine.queued() if engine is not None else {},
+            "spared": self.num_spared,
         }
         if engine is not None:
             counters = engine.counters
