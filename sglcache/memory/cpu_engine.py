@@ -10,7 +10,9 @@ lie decides what is cheapest (`plan`):
     scatter   the source lies in long runs, the target anywhere: numpy's `dst[slots] = run`
     staged    neither: gathered into a small buffer, and scattered from there. The bytes move twice
 
-The order of the pages within a copy is nobody's business, so they are sorted first.
+The order of the pages within a copy is nobody's business, so they are sorted first. Single pages of 64 KiB and more,
+anywhere on both sides, are runs of one: measured with the interpreter idle and with the loop's thread busy in it, that
+is one and a half times to twice as fast as staging them, and takes no more from the loop.
 
 **Past the caches.** glibc's memcpy writes past them only for sizes near theirs; below, each line of the target is read
 before it is written, and of pages that this process never looks at that is traffic for nothing. A process that copies
