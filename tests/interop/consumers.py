@@ -25,7 +25,7 @@ PYTHON = Path(os.environ.get("SGLCACHE_INTEROP_PYTHON", ROOT / ".venv-interop/bi
 START_S = 60.0
 STOP_S = 10.0
 PAUSE_S = 0.03  # between two looks at another program, which has no other way to say that it is there
-TIERS = {"device": "DEVICE", "host_pinned": "HOST"}  # Dynamo's word -> ours
+TIERS = {"device": "DEVICE", "host_pinned": "HOST", "disk": "DISK"}  # Dynamo's word -> ours
 
 T = TypeVar("T")
 
@@ -153,9 +153,10 @@ class Overlap(NamedTuple):
 
     device: int
     matched: int  # and on from there on the host
+    stored: int  # and on from there on the disk
 
 
-NONE = Overlap(0, 0)
+NONE = Overlap(0, 0, 0)
 Answer: TypeAlias = tuple[Overlap, dict[int, int]]
 """The most that a rank has, and by rank what is on the device, in tokens."""
 
@@ -217,7 +218,8 @@ def _overlap(answer: dict[str, Any], instance: int) -> Answer:
     found = answer["instances"].get(str(instance))
     if found is None:
         return NONE, {}
-    return Overlap(found["gpu"], found["cpu"]), {int(rank): tokens for rank, tokens in found["dp"].items() if tokens}
+    reached = Overlap(found["gpu"], found["cpu"], found["disk"])
+    return reached, {int(rank): tokens for rank, tokens in found["dp"].items() if tokens}
 
 
 def signed(block_hash: int) -> int:

@@ -1,22 +1,27 @@
 """A daemon over several lives, behind links that can be cut, and everything that was ever committed to it.
 
 What a consumer must say is asked of the index itself: `peek` for what is cached of a prompt, `dump` for the blocks of a
-tier. Both leave it as it is.
+tier; and what is on the disk of the disk, by the names of its files. All leave it as it is.
 """
 
 from __future__ import annotations
 
 import random
+import re
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from consumers import NONE, Overlap, eventually
+from consumers import Overlap, eventually
 from link import Link
 
 from sglcache.client import Client
+from sglcache.core.hashing import hasher, seed
+from sglcache.core.key import Namespace, pack
 from sglcache.errors import Changed
 from sglcache.testing.daemon import Daemon
 from sglcache.units import Tier
@@ -26,6 +31,9 @@ WORK_S = 30.0
 VOCAB = 128_000
 Names = Mapping[str, str]  # the namespace, as `acquire` takes it
 PLAIN: Names = {}
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+PAGE_FILE = re.compile(r"([0-9a-f]{32}){1,2}")
+NOTHING_STORED: AbstractSet[int] = frozenset()
 
 
 class Prompt(NamedTuple):
@@ -43,6 +51,7 @@ class Scene:
         self.sections = {**sections, "events": {"heartbeat_s": HEARTBEAT_S, **sections.get("events", {})}}
         self.rng = random.Random(0)
         self.prompts: list[Prompt] = []
+        self.store = Path(sections["storage"]["path"]) if "storage" in sections else None
         self.live, self.replay = Link(), Link()
         self.daemon: Daemon | None = None
 
@@ -155,7 +164,10 @@ class Scene:
         assert self.daemon is not None
         with self.daemon.observer() as observer:
             tiers = [Tier[pool["tier"]] for pool in observer.status()["pools"]]
-            return {tier: dump(observer, tier) for tier in tiers}
+            found = {tier: dump(observer, tier) for tier in tiers}
+        if self.store is not None:
+            found[Tier.DISK] = set(stored(self.store))
+        return found
 
 
 def commit(client: Client, prompt: Prompt) -> None:
@@ -173,9 +185,35 @@ def dump(observer: Client, tier: Tier) -> set[int]:
     raise AssertionError("the index does not hold still")
 
 
-def peek(observer: Client, prompt: Prompt) -> Overlap:
+def stored(store: Path, rank: int = 0) -> set[int]:
+    """The pages that a rank's file store holds, as the stream names them."""
+    names = (path.name for path in store.glob(f"rank-{rank}/*/??/*"))
+    return {name_of(bytes.fromhex(name)) for name in names if PAGE_FILE.fullmatch(name)}
+
+
+def name_of(digest: bytes) -> int:
+    """The hash by which the stream names a page."""
+    return int(struct.unpack_from(">q", digest)[0])
+
+
+def chain(prompt: Prompt, page_size: int, hash_name: str = "xxh3_128") -> list[int]:
+    """The names of all of a prompt's pages."""
+    digest, namespace = hasher(hash_name), Namespace(prompt.names.get("lora"), None, prompt.names.get("cache_salt"))
+    whole = len(prompt.tokens) // page_size * page_size
+    chained = digest.chain(seed(namespace), pack(prompt.tokens[:whole]), 4 * page_size)
+    return [name_of(chained[at : at + digest.size]) for at in range(0, len(chained), digest.size)]
+
+
+def peek(observer: Client, prompt: Prompt, page_size: int, on_disk: AbstractSet[int] = NOTHING_STORED) -> Overlap:
+    """`on_disk`: what of it is `stored`."""
     found = observer.peek(prompt.tokens, **prompt.names)
-    return Overlap(found.device_tokens, found.matched_tokens)
+    reached = found.matched_tokens
+    if on_disk:
+        for name in chain(prompt, page_size)[reached // page_size :]:
+            if name not in on_disk:
+                break
+            reached += page_size
+    return Overlap(found.device_tokens, found.matched_tokens, reached)
 
 
 def askable(prompts: list[Prompt], page_size: int, rng: random.Random, prefixes: int = 2) -> list[Prompt]:
@@ -212,9 +250,9 @@ class Blocks:
             path.append(found)
         length = 0
         reached = []
-        for tier in (Tier.DEVICE, Tier.HOST):
+        for tier in TIERS:
             held = self.tiers.get(tier, set())
             while length < len(path) and path[length] in held:
                 length += 1
             reached.append(length * page_size)
-        return Overlap(*reached) if reached else NONE
+        return Overlap(*reached)

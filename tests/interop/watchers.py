@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from consumers import Indexer, RadixView
-from scene import Scene, askable, peek
+from scene import TIERS, Scene, askable, peek, stored
 
 from sglcache.client.mirror import Mirror
 from sglcache.units import Tier
@@ -54,7 +54,7 @@ class MirrorWatcher:
     def wrong(self, scene: Scene) -> str:
         assert self.mirror is not None
         self.mirror.step(0)
-        return differences({tier: self.mirror.hashes(tier) for tier in (Tier.DEVICE, Tier.HOST)}, scene.blocks())
+        return differences({tier: self.mirror.hashes(tier) for tier in TIERS}, scene.blocks())
 
     def leave(self) -> None:
         if self.mirror is not None:
@@ -90,9 +90,10 @@ class IndexerWatcher:
         assert scene.daemon is not None
         rng = random.Random(1)
         asked = rng.sample(scene.prompts, min(QUERIES, len(scene.prompts)))
+        on_disk = stored(scene.store) if scene.store is not None else set()
         with scene.daemon.observer() as observer:
             for prompt in askable(asked, scene.page_size, rng):
-                want = peek(observer, prompt)
+                want = peek(observer, prompt, scene.page_size, on_disk)
                 got, _ = self.indexer.query(self.model, prompt.tokens, instance=self.instance, **prompt.names)
                 if got != want:
                     return f"asked for {len(prompt.tokens)} tokens of {dict(prompt.names)} it says {got}, not {want}"
