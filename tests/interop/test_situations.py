@@ -29,6 +29,13 @@ HEARD_S = 40.0  # for a consumer to believe what it should
 QUIET_S = 10 * HEARTBEAT_S  # after which a consumer that does not believe it yet never will by itself
 
 EVENTS = {"ring_size": "64 KiB", "max_blocks": 16}  # a ring that is soon full; a snapshot of many frames
+
+
+def storage(folder: Path) -> dict[str, Any]:
+    """A disk of so little that it gives way, too."""
+    return {"kind": "file", "path": str(folder / "store"), "size": "3 MiB", "prefetch_threshold": 1}
+
+
 OLD_CLOCK = """
 import time
 time.time_ns = lambda: 1_000_000_000
@@ -257,7 +264,7 @@ def rows(*consumers: str) -> list[str]:
 def test_consumers_that_know_tiers_do_as_the_table_claims(
     situation: str, tmp_path: Path, shim: Path, opened: ExitStack
 ) -> None:
-    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events=EVENTS)))
+    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events=EVENTS, storage=storage(tmp_path))))
     indexer = opened.enter_context(Indexer(tmp_path, shim))
     watchers: dict[str, Watcher] = {
         MIRROR: opened.enter_context(closing(MirrorWatcher())),
@@ -283,7 +290,7 @@ def test_with_replay_one_thing_after_the_other_leaves_them_exact(
 ) -> None:
     """In any order; but Dynamo must be over the last thing before a connection breaks: it may be in a replay."""
     rng = random.Random(seed)
-    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events=EVENTS)))
+    scene = opened.enter_context(closing(Scene(tmp_path / "daemon", events=EVENTS, storage=storage(tmp_path))))
     indexer = opened.enter_context(Indexer(tmp_path, shim))
     watchers: dict[str, Watcher] = {
         MIRROR: opened.enter_context(closing(MirrorWatcher())),
