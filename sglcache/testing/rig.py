@@ -1353,7 +1353,7 @@ class Rig:
         """Until nothing is under way."""
         self.steps()
         self.cut()
-        while self.in_flight() or self.l3.ops or self.index.uncut:
+        while self.in_flight() or self.l3.ops or self.index.uncut or self.more:
             self.copies_done()
             self.all_l3_done()
             self.steps()
