@@ -182,6 +182,7 @@ COUNTERS = (
     "l3_store_pages",
     "l3_stores_failed",
     "l3_pages_skipped",
+    "l3_stores_retried",
     "prefetches",
     "prefetches_declined",
     "prefetch_pages",
@@ -730,6 +731,8 @@ class Index:
         self.pools[:] = [SlotPool(pool.total) for pool in self.pools]
         self._graves += self.tree.drop_all()
         self.backups.forget()
+        if self.l3 is not None:
+            self.l3.forget()
         self._clearing.clear()
         self.version += 1
         if self.log is not None and self.telling:
@@ -1521,6 +1524,8 @@ class Index:
         parent = node.parent
         assert parent is not None
         self.backups.forget(node)
+        if self.l3 is not None:
+            self.l3.forget(node)
         tree.remove(node)
         if type(parent.children) is Node and parent.parent is not None:
             tree.merge(parent.children, 1)

@@ -45,6 +45,7 @@ FOR_EVER = float("inf")
 ALL = 1 << 62
 CHANGES = 1000  # pages that came or went, of which one call takes notice; a millisecond
 STORE_PART = 512  # pages of one store
+MAX_SKIPPED = 10_000  # ends of paths that are remembered to be stored later
 SEGMENT = 1024  # pages of a shelf that a walk sees at once
 
 
@@ -211,6 +212,8 @@ class L3:
         self.stores: dict[TicketId, tuple[Storing, Run]] = {}
         self._changes: deque[_Change] = deque()  # of what it holds, in order, not taken notice of yet
         self.held_by_stores = 0  # pages of the host
+        self._skipped: dict[Node, None] = {}  # ends of what found no room among the stores
+        self._flying: set[bytes] = set()  # digests of pages on their way to an exact store
         self.prefetches: list[Prefetch] = []
         self.fetching = 0  # pages of the host
         self._by_ticket: dict[TicketId, Prefetch] = {}
@@ -226,16 +229,44 @@ class L3:
 
     def backed_up(self, end: Node, num_pages: int) -> None:
         """So many pages up to `end` have just come to the host from the device."""
-        index = self.index
         if self.held_by_stores + num_pages > self.store_quota and self.storing:
-            index.counters["l3_pages_skipped"] += num_pages
+            self.index.counters["l3_pages_skipped"] += num_pages
+            if len(self._skipped) == MAX_SKIPPED:
+                del self._skipped[next(iter(self._skipped))]
+            self._skipped[end] = None
             return
+        self._offer(end, num_pages)
+
+    def _offer(self, end: Node, num_pages: int) -> None:
+        index = self.index
         self.held_by_stores += num_pages
         index.orders[HOST].pin(end)
         storing = Storing(end, num_pages)
         self.storing[id(storing)] = storing
         assert index.log is not None
         index.log.name(end, storing)
+
+    def _retry(self) -> None:
+        """What was skipped, now that there is room among the stores; once each."""
+        skipped = self._skipped
+        while skipped:
+            end = next(iter(skipped))
+            num_pages = end.num_bytes // self.index.page_bytes
+            gone = end.parent is None or not _ready(end)
+            if not gone and self.storing and self.held_by_stores + num_pages > self.store_quota:
+                return
+            del skipped[end]
+            if not gone:
+                self.index.counters["l3_stores_retried"] += 1
+                self._offer(end, num_pages)
+                return
+
+    def forget(self, node: Node | None = None) -> None:
+        """This node leaves the tree, or all do."""
+        if node is None:
+            self._skipped.clear()
+        else:
+            self._skipped.pop(node, None)
 
     def _store(self, storing: Storing) -> None:
         """The digests are there."""
@@ -244,7 +275,7 @@ class L3:
         nodes: list[Node] = []
         node: Node | None = storing.end
         num_pages = 0
-        while num_pages < storing.num_pages:
+        while num_pages < storing.num_pages or self._lacks(node):
             assert node is not None
             nodes.append(node)
             num_pages += node.num_bytes // index.page_bytes
@@ -253,11 +284,12 @@ class L3:
         run = self._run_of(nodes)
         first, last = num_pages - storing.num_pages, num_pages
         if self.config.exact:
-            missing = [i for i in range(first, last) if run.digests[i * size : (i + 1) * size] not in self.shelf]
+            missing = [i for i in range(last) if not self._knows(run.digests[i * size : (i + 1) * size])]
             if not missing:
                 self._stored(storing)
                 return
             first, last = missing[0], missing[-1] + 1
+            self._flying.update(run.digests[i * size : (i + 1) * size] for i in range(first, last))
         slots = b"".join([node.cells[HOST] for node in nodes])
         index.counters["l3_store_pages"] += last - first
         for start in range(first, last, STORE_PART):
@@ -267,13 +299,26 @@ class L3:
             storing.parts += 1
             index.emit(Store(ticket, part, slots[start * SLOT_BYTES : stop * SLOT_BYTES]))
 
+    def _knows(self, digest: bytes) -> bool:
+        return digest in self.shelf or digest in self._flying
+
+    def _lacks(self, node: Node | None) -> bool:
+        """An exact store has no page without the one before it: what was skipped, or went, goes with what follows."""
+        if not self.config.exact or node is None or node.parent is None:
+            return False
+        hashes = node.hashes
+        assert isinstance(hashes, bytes), "a chain was reached before the one it builds on"
+        return not self._knows(hashes[-self.index.hasher.size :])
+
     def stored(self, ticket: TicketId, mask: bytes, removed: bytes) -> None:
         """A store is over: a byte a page, 1 where it is there now; and what went to make room."""
         self.removed(removed)
         if ticket not in self.stores:
             return
         storing, run = self.stores.pop(ticket)
+        size = self.index.hasher.size
         self.index.counters["l3_stores_failed"] += mask.count(0)
+        self._flying.difference_update(run.digests[at : at + size] for at in range(0, len(run.digests), size))
         self._changes.append(_Change(run=run, mask=mask))
         self.catch_up()
         storing.parts -= 1
@@ -288,6 +333,7 @@ class L3:
         index.orders[HOST].unpin(storing.end)
         index.tree.merge(storing.end)
         index.backups.let_go()
+        self._retry()
 
     # -- what it holds ------------------------------------------------------------------------------------------------
 

@@ -40,11 +40,9 @@ class WatchedL3(L3):
     def _path(self, node: Node | None) -> tuple[Page, ...]:
         return () if node is None else self.index.path(node)
 
-    def backed_up(self, end: Node, num_pages: int) -> None:
-        before = len(self.storing)
-        super().backed_up(end, num_pages)
-        if len(self.storing) > before:
-            self._note("hold", pages=self._path(end))
+    def _offer(self, end: Node, num_pages: int) -> None:
+        super()._offer(end, num_pages)
+        self._note("hold", pages=self._path(end))
 
     def _stored(self, storing: Storing) -> None:
         self._note("let go", pages=self._path(storing.end))
