@@ -145,6 +145,7 @@ class Daemon(Served):
         env: Mapping[str, str] | None = None,
         dp_size: int = 1,
         pp_size: int = 1,
+        model_name: str = "test",
         timing: Mapping[str, float] | None = None,
         **sections: Mapping[str, Any],
     ) -> None:
@@ -157,7 +158,7 @@ class Daemon(Served):
         self.log = folder / "daemon.log"
         socket = folder / "rank-0.sock"
         config: dict[str, Any] = {
-            "model_name": "test",
+            "model_name": model_name,
             "control": {"socket": str(socket)},
             "state": {"dir": str(folder)},
             "parallel": {"dp_size": dp_size, "pp_size": pp_size},

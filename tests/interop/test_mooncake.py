@@ -6,7 +6,6 @@ import ipaddress
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 import consumers
 import pytest
 from consumers import PYTHON, ROOT, eventually, listening
+from mooncakes import WAIT_S, Master, client_environment, site_packages
 
 from sglcache.core.effects import Run
 from sglcache.core.hashing import hasher
@@ -35,61 +35,6 @@ pytestmark = pytest.mark.interop
 PAGE = 4  # tokens
 NUM_PAGES = 32
 PIECE = 24 << 10
-WAIT_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Master:
-    """`mooncake_master`, ended by its pid. It takes no port of the system's choice, so one is looked for."""
-
-    def __init__(self, folder: Path, shim: Path) -> None:
-        self.folder, self.shim = folder, shim
-        self.port, self.metrics_port = free_port(), free_port()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        words = [PYTHON.with_name("mooncake_master"), f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
-        words += [f"--metrics_port={self.metrics_port}", "--metrics_host=127.0.0.1", "--client_ttl=5"]
-        with open(self.folder / "master.log", "ab") as log:
-            self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "LD_PRELOAD": str(self.shim)},
-            )
-        assert eventually(self.listens, WAIT_S), (self.folder / "master.log").read_text()[-2000:]
-
-    def listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def master(tmp_path: Path, shim: Path) -> Iterator[Master]:
-    made = Master(tmp_path, shim)
-    yield made
-    made.signal(signal.SIGCONT)
-    made.kill()
 
 
 def memory() -> HostPages:
@@ -138,13 +83,12 @@ class Desk:
     """A rank's storage part with the real client behind it."""
 
     def __init__(self, master: Master, shim: Path, *, who: Identity | None = None, **options: Any) -> None:
-        site = next((PYTHON.parents[1] / "lib").glob("python*/site-packages"))
         self.pages = memory()
         self.store = MooncakeStore(
             Options(master=master.address, segment_bytes=options.pop("segment_bytes", 64 << 20), buffer_bytes=16 << 20),
             who or identity(),
             self.pages,
-            env={"PYTHONPATH": f"{ROOT}:{site}", "LD_PRELOAD": str(shim), "LOOPBACK_MAPPED": "1"},
+            env=client_environment(shim),
             **options,
         )
         self.store.open()
@@ -239,7 +183,6 @@ def test_a_damaged_object_is_a_miss_and_is_thrown_away(desk: Desk, master: Maste
     desk.do("store", it)
     key = f"sglcache-{identity().fingerprint.hex()}-"
     digests = [it.digests[at : at + 16] for at in range(0, 64, 16)]
-    site = next((PYTHON.parents[1] / "lib").glob("python*/site-packages"))
     program = """
 import os, sys
 import mooncake.store
@@ -255,7 +198,8 @@ print("done", flush=True)
 os._exit(0)
 """
     words = [sys.executable, "-c", program, master.address, key + digests[2].hex(), key + digests[3].hex()]
-    subprocess.run(words, env={**os.environ, "PYTHONPATH": str(site)}, check=True, capture_output=True, timeout=WAIT_S)
+    env = {**os.environ, "PYTHONPATH": str(site_packages())}
+    subprocess.run(words, env=env, check=True, capture_output=True, timeout=WAIT_S)
     for page, reason in ((2, "corrupt"), (3, "short")):
         done = desk.do("fetch", it)
         assert (done.num_pages, done.reason) == (page, reason)
