@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sglcache.config import Config
 from sglcache.core.effects import Cancel, Fetch, Probe, Store
 from sglcache.core.l3 import L3Config
+from sglcache.core.slots import SLOT_BYTES
 from sglcache.errors import BadRequest, Busy, ClosedError
 from sglcache.memory.geometry import Geometry, moves
 from sglcache.memory.pools import HostPools
@@ -111,6 +112,7 @@ class ThirdTier:
         self.page_size = geometry.page_size
         self.engine: Engine | None = None
         self.ready = False  # what it held is known
+        self.broken = False  # and never will be
         self.num_stores = 0  # under way
         self.idle = asyncio.Event()  # set while there are none
         self.idle.set()
@@ -132,6 +134,17 @@ class ThirdTier:
         """Tell the index what there is, then begin to work."""
         self._owner = owner
         self._telling = asyncio.get_running_loop().create_task(self._begin(owner))
+        self._telling.add_done_callback(self._begun)
+
+    def _begun(self, task: asyncio.Task[None]) -> None:
+        """What can't be told of is not used: then all is a miss, and nothing is stored."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("what the third tier holds can't be read, so it is left alone: %s", error, exc_info=error)
+        self.broken = True
+        waiting, self._waiting = self._waiting, deque()
+        for effect in waiting:
+            self._miss(effect)
 
     async def _begin(self, owner: Owner) -> None:
         loop = asyncio.get_running_loop()
@@ -167,10 +180,31 @@ class ThirdTier:
         if isinstance(effect, Store):
             self.num_stores += 1
             self.idle.clear()
-        if self.engine is None:
-            self._waiting.append(effect)
-        else:
+        if self.engine is not None:
             self._pass_on(self.engine, effect)
+        elif self.broken:
+            asyncio.get_running_loop().call_soon(self._miss, effect)
+        else:
+            self._waiting.append(effect)
+
+    def _miss(self, effect: Store | Probe | Fetch | Cancel) -> None:
+        """Of a store that is left alone."""
+        owner = self._owner
+        assert owner is not None
+        match effect:
+            case Store(ticket, _, slots):
+                self._store_over()
+                owner.index.stored(ticket, bytes(len(slots) // SLOT_BYTES))
+            case Fetch(ticket):
+                owner.index.fetched(ticket, 0)
+            case Probe(ticket):
+                owner.index.probed(ticket, 0)
+        owner.third_done()
+
+    def _store_over(self) -> None:
+        self.num_stores -= 1
+        if not self.num_stores:
+            self.idle.set()
 
     def _pass_on(self, engine: Engine, effect: Store | Probe | Fetch | Cancel) -> None:
         match effect:
@@ -196,9 +230,7 @@ class ThirdTier:
         self._asked.pop(ticket, None)
         match done.kind:
             case "store":
-                self.num_stores -= 1
-                if not self.num_stores:
-                    self.idle.set()
+                self._store_over()
                 index.stored(ticket, done.mask, done.removed)
             case "fetch":
                 index.fetched(ticket, done.num_pages, done.removed)
@@ -215,7 +247,7 @@ class ThirdTier:
     def clear(self, tell: Callable[[int], None]) -> None:
         """Forget all it holds, of this rank's identity; `tell` gets the pages. Busy: its work has not begun yet."""
         if self.engine is None:
-            raise Busy("the third tier is not ready yet; clear it again in a moment")
+            raise Busy("the third tier is not ready; clear it again in a moment, or see what the log says of it")
         ticket = self._next_clear = self._next_clear + 1
         self._clears[ticket] = tell
         self.engine.clear(ticket)
@@ -258,6 +290,7 @@ class ThirdTier:
         facts: dict[str, Any] = {
             "kind": self.name,
             "ready": self.ready,
+            "broken": self.broken,
             "connected": stats.connected,
             "num_pages": stats.num_pages,
             "num_bytes": stats.num_bytes,

@@ -76,3 +76,23 @@ def test_what_left_both_tiers_above_comes_back_byte_for_byte(daemon: Daemon) -> 
         assert (third["fetched_pages"], third["misses"]) == (16, {})
         check(client, ONE, 7, 64)  # it is above again, and nothing is fetched twice
         assert daemon.status()["third"]["fetched_pages"] == 16
+
+
+UNREADABLE = """
+from sglcache.storage.file import FileStore
+def listing(self):
+    raise RuntimeError("planted: the index can't be read")
+    yield
+FileStore.listing = listing
+"""
+
+
+def test_what_cannot_be_told_of_is_left_alone_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    with daemon_over(tmp_path, prelude=UNREADABLE) as daemon, daemon.client() as client:
+        until(lambda: daemon.status(prove=False)["third"]["broken"])
+        put(client, ONE, 7)
+        daemon.settle()
+        clear(client)
+        check(client, ONE, 7, 0, prefetch="wait_complete")
+        assert client.prefetch(ONE) == (0, 0)
+        assert daemon.pool("HOST")["leased"] == 0
