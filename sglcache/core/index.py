@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -167,6 +167,7 @@ COUNTERS = (
     "request_tokens",
     "matched_tokens",
     "host_matched_tokens",
+    "l3_matched_tokens",
     "commits",
     "committed_pages",
     "duplicate_pages",
@@ -390,7 +391,7 @@ class Index:
             if self.l3.worth_it((end - matched_bytes) // page_bytes):
                 rest = path.copy(), partial, at, tokens[matched_bytes : end + over]
             if rest is not None and fetch > 0:
-                again = functools.partial(
+                acquire = functools.partial(
                     self.acquire,
                     session,
                     request,
@@ -402,6 +403,7 @@ class Index:
                     session_id=session_id,
                     priority=priority,
                 )
+                again = functools.partial(self._acquire_again, acquire, matched_bytes // TOKEN_BYTES)
                 self._fetch_rest(namespace, *rest, Waiter(s, request, fetch, again))
                 return None
         if matched_bytes != device_bytes and not self._worth_loading((matched_bytes - device_bytes) // page_bytes):
@@ -461,6 +463,14 @@ class Index:
         if crowded and path:
             return self._grant(lease, num_fresh, *self._path(lease, path[-1]))
         return self._grant(lease, num_fresh, path[:on_device], path[on_device:])
+
+    def _acquire_again(self, acquire: Callable[[], Grant | None], had: int) -> Grant | None:
+        """At the end of a wait for L3, which began with a match of so many tokens."""
+        counters = self.counters
+        before = counters["matched_tokens"]
+        grant = acquire()
+        counters["l3_matched_tokens"] += max(0, counters["matched_tokens"] - before - had)
+        return grant
 
     def extend(self, session: SessionId, request: int, items: Sequence[Extension]) -> Extended | None:
         """Append tokens to leases; their page tables grow as needed, each item for itself, in order.
@@ -873,8 +883,7 @@ class Index:
     def snapshot(self) -> Snapshot:
         """What is cached and published, as frames, over an index that goes on changing. Close it."""
         assert self.log is not None, "there is no stream to tell it on"
-        told = self.l3 if self.l3 is not None and self.l3.config.tell and self.l3.config.exact else None
-        return Snapshot(self.log, self.tree, told)
+        return Snapshot(self.log, self.tree, self._told_below)
 
     def announce(self) -> bool:
         """Tell all of it on the stream, anew and under fresh numbers: AllBlocksCleared, then what is cached.
@@ -913,13 +922,29 @@ class Index:
         """By tier, what who has read all batches before `next_seq` must have: blocks, the sum of hashes mod 2**64."""
         if self.log is None or not self.telling:
             return {}
-        tiers = [Tier(c) for c in range(len(self.pools))]
-        if self.l3 is not None and self.l3.config.tell and self.l3.config.exact:
-            tiers.append(Tier.DISK)
-        return {tier: (tally.count, tally.total) for tier in tiers for tally in [self.log.tallies[tier]]}
+        tallies = self.log.tallies
+        return {tier: (tallies[tier].count, tallies[tier].total) for tier in self.told_tiers}
+
+    @property
+    def told_tiers(self) -> list[Tier]:
+        """Those of which routers are told exactly."""
+        below = self._told_below
+        return [*(Tier(c) for c in range(len(self.pools))), *([below.tier] if below is not None else [])]
+
+    @property
+    def _told_below(self) -> L3 | None:
+        """L3, if routers are told exactly what it holds."""
+        l3 = self.l3
+        return l3 if l3 is not None and self.telling and l3.config.tell and l3.config.exact else None
+
+    @property
+    def retelling(self) -> bool:
+        """What L3 holds is being told anew, and it is not over."""
+        return self._telling_again is not None
 
     def walk(self, max_nodes: int = 2000) -> Iterator[list[DumpedNode]]:
-        """Every node that is published, parents first, `max_nodes` at a time; the caller watches `version`.
+        """Every node that is published, parents first, `max_nodes` at a time; then what L3 has, a page a node, some
+        hundred at a time. The caller watches `version`.
 
         What is queued must have been cut. With events off there are no digests and nothing is told.
         """
@@ -940,6 +965,12 @@ class Index:
                 yield out
                 out = []
         yield out
+        below, number = self._told_below, 0
+        while below is not None and (segment := below.snapshot(number)) is not None:
+            number, pages = segment
+            yield [
+                DumpedNode(held.namespace, held.before, held.tokens, digest, (below.tier,)) for digest, held in pages
+            ]
 
     # -- inside: matching ------------------------------------------------------------------------------------
 

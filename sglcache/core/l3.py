@@ -70,6 +70,7 @@ class Held(NamedTuple):
 
     before: bytes | None
     tokens: bytes
+    namespace: Namespace
     extras: Extras
 
 
@@ -188,13 +189,15 @@ class Prefetch:
     waiters: list[Waiter]
     kept: bool  # it goes on though nobody waits
     digests: bytes = b""  # of the same pages
+    before: bytes | None = None  # the digest of the page that they follow
     probe: TicketId | None = None
     parts: deque[Part] = field(default_factory=deque)
     slots: bytes = b""  # of pages that are right, and not in the tree yet
-    adopted: int = 0  # pages
     gap: bool = False  # a part did not come whole: what comes behind it is of no use
     broken: bool = False  # there was a gap, or nobody waits any more: it ends as soon as it can
     over: bool = False
+    ahead: Prefetch | None = None  # that fetches the same first page: it begins once that has come as far as it does
+    behind: list[Prefetch] = field(default_factory=list)  # those that wait so for this one
 
 
 class L3:
@@ -399,7 +402,8 @@ class L3:
                 held = None
                 if extras is not None:
                     before = run.digests[(i - 1) * size : i * size] if i else run.before
-                    held = Held(before, run.tokens[i * page_bytes : (i + 1) * page_bytes + over], extras)
+                    tokens = run.tokens[i * page_bytes : (i + 1) * page_bytes + over]
+                    held = Held(before, tokens, run.namespace, extras)
                 index.version += 1
                 new = self.shelf.add(digest, held) <= self._retold  # else it has its turn
             if new:
@@ -425,6 +429,10 @@ class L3:
                 log.run_stored(self.tier, held.tokens, digest, held.before, held.extras)
             yield
         self._retold = ALL
+
+    @property
+    def retelling(self) -> bool:
+        return self._retold != ALL
 
     def snapshot(self, number: int) -> tuple[int, list[tuple[bytes, Held]]] | None:
         """For who is told from the beginning: the pages of the segment behind that one; None at the end.
@@ -466,14 +474,21 @@ class L3:
         if prefetch.over:
             return
         prefetch.digests = digests
-        size = self.index.hasher.size
+        if prefetch.anchor is not None:
+            assert isinstance(prefetch.anchor.hashes, bytes), "a chain was reached before the one it builds on"
+            prefetch.before = prefetch.anchor.hashes[-self.index.hasher.size :]
+        self._look(prefetch)
+
+    def _look(self, prefetch: Prefetch) -> None:
+        """Find out how much of what it wants is there, and have that fetched; behind who does so already, if any."""
+        digests, size = prefetch.digests, self.index.hasher.size
+        if not digests:
+            self._go_on(prefetch)
+            return
         other = self._by_digest.get(digests[:size])
         if other is not None:
-            # Somebody has the same pages fetched already: whoever waits here waits there.
-            other.waiters += prefetch.waiters
-            other.kept |= prefetch.kept
-            prefetch.waiters = []
-            self._end(prefetch)
+            prefetch.ahead = other
+            other.behind.append(prefetch)
             return
         self._by_digest[digests[:size]] = prefetch
         count = len(digests) // size
@@ -552,6 +567,8 @@ class L3:
     def unblocked(self) -> None:
         """A write-through is over: what has to hang on its pages may be able to now."""
         for prefetch in list(self.prefetches):
+            if prefetch.over:
+                continue  # with one that it was behind
             self._settle(prefetch)
             if prefetch.slots:
                 self._go_on(prefetch)
@@ -569,11 +586,44 @@ class L3:
             self._adopt(prefetch)
         if prefetch.slots:
             return
-        pending = bool(prefetch.parts or prefetch.probe is not None)
+        pending = bool(prefetch.parts or prefetch.probe is not None or prefetch.ahead is not None)
+        behind: list[Prefetch] = []
         if prefetch.broken or not pending:
             self._serve(prefetch, lambda waiter: True)
+            self._no_more_join(prefetch)
+            behind, prefetch.behind = prefetch.behind, []
         if not pending:
             self._end(prefetch)
+        for each in behind:
+            each.ahead = None
+        for each in behind:
+            self._settle(each)
+            self._pass(each)
+            self._look(each)
+
+    def _pass(self, prefetch: Prefetch) -> None:
+        """Move its anchor on over what has come to the host since."""
+        index, tree = self.index, self.index.tree
+        space = tree.spaces.get(prefetch.namespace)
+        if prefetch.anchor is not prefetch.host_end or space is None:
+            return
+        before = node = prefetch.anchor if prefetch.anchor is not None else space.root
+        tokens, page_bytes = prefetch.tokens, index.page_bytes
+        start, end = 0, len(prefetch.digests) // index.hasher.size * page_bytes
+        while start < end:
+            child = tree.child(node, tokens, start)
+            if child is None or not _ready(child):
+                break
+            if not (start + child.num_bytes <= end and tokens.startswith(child.key, start)):
+                child = tree.split(child, tree.common_pages(child.key, tokens, start, end))
+            start += child.num_bytes
+            node = child
+        if node is before:
+            return
+        index.orders[HOST].pin(node, prefetch.host_end)
+        prefetch.anchor = prefetch.host_end = node
+        self._less(prefetch, start // page_bytes)
+        index.moved()
 
     def _adopt(self, prefetch: Prefetch) -> None:
         """Put what has come into the tree, on the host alone, as far as what it hangs on is there.
@@ -633,13 +683,18 @@ class L3:
         order.pin(node, prefetch.host_end)
         prefetch.anchor = prefetch.host_end = node
         prefetch.slots = slots[num_pages * SLOT_BYTES :]
-        prefetch.tokens = tokens[start:]
-        prefetch.digests = prefetch.digests[num_pages * index.hasher.size :]
-        prefetch.adopted += num_pages
+        self._less(prefetch, num_pages)
         index.counters["prefetched_pages"] += count
         index.moved()
         for each in new:
             index.change(HOST, each, True)
+
+    def _less(self, prefetch: Prefetch, num_pages: int) -> None:
+        """Of what it wants the first so many pages are in the tree, up to its anchor."""
+        size = self.index.hasher.size
+        prefetch.before = prefetch.digests[(num_pages - 1) * size : num_pages * size]
+        prefetch.tokens = prefetch.tokens[num_pages * self.index.page_bytes :]
+        prefetch.digests = prefetch.digests[num_pages * size :]
 
     def _break(self, prefetch: Prefetch) -> None:
         """Nothing more is wanted. What is under way ends soon; until then its pages are in nobody's hands."""
@@ -656,6 +711,12 @@ class L3:
         if prefetch.probe is not None:
             self.index.emit(Cancel(prefetch.probe))
         self._no_more_join(prefetch)
+        ahead, prefetch.ahead = prefetch.ahead, None
+        if ahead is not None:
+            ahead.behind.remove(prefetch)
+            if self._forsaken(ahead):
+                self._break(ahead)
+                self._go_on(ahead)
         self.index.moved()
 
     def _no_more_join(self, prefetch: Prefetch) -> None:
@@ -705,10 +766,14 @@ class L3:
     def _leave(self, prefetch: Prefetch, whom: Callable[[Waiter], bool]) -> int:
         """These wait no longer. When nobody is left what is under way is cancelled, unless it was to go on."""
         count = self._serve(prefetch, whom)
-        if count and not prefetch.waiters and not prefetch.kept:
+        if count and self._forsaken(prefetch):
             self._break(prefetch)
             self._go_on(prefetch)
         return count
+
+    def _forsaken(self, prefetch: Prefetch) -> bool:
+        """Nobody wants it any more."""
+        return not (prefetch.waiters or prefetch.behind or prefetch.kept)
 
     def _serve(self, prefetch: Prefetch, whom: Callable[[Waiter], bool]) -> int:
         """These go on with what there is now."""
@@ -744,12 +809,8 @@ class L3:
         return Run(nodes[0].space.namespace, before, b"".join([node.hashes for node in nodes]), tokens)  # type: ignore[misc]
 
     def _wanted(self, prefetch: Prefetch, first: int, last: int) -> Run:
-        anchor, size = prefetch.anchor, self.index.hasher.size
-        before = None
-        if anchor is not None:
-            assert isinstance(anchor.hashes, bytes), "a chain was reached before the one it builds on"
-            before = anchor.hashes[-size:]
-        return self._part(Run(prefetch.namespace, before, prefetch.digests, prefetch.tokens), first, last)
+        run = Run(prefetch.namespace, prefetch.before, prefetch.digests, prefetch.tokens)
+        return self._part(run, first, last)
 
     def _part(self, run: Run, first: int, last: int) -> Run:
         size, page_bytes, over = self.index.hasher.size, self.index.page_bytes, self.index.keys.over

@@ -38,6 +38,12 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("request_tokens", "sglcache_acquire_tokens", {}, "Tokens that granted acquires asked for."),
     ("matched_tokens", "sglcache_matched_tokens", {}, "Tokens that granted acquires found cached, in any tier."),
     ("host_matched_tokens", "sglcache_host_matched_tokens", {}, "Of the matched tokens, those loaded from the host."),
+    (
+        "l3_matched_tokens",
+        "sglcache_third_matched_tokens",
+        {},
+        "Of the matched tokens, those that acquires waited for the third tier to bring to the host.",
+    ),
     ("refused", "sglcache_no_space", {}, "Acquires and extends refused: locks left too few pages."),
     ("commits", "sglcache_commits", {}, "Commits that took effect."),
     ("committed_pages", "sglcache_committed_pages", {}, "Pages that commits gave to the index."),
@@ -56,6 +62,13 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("load_pages", "sglcache_load_pages", {}, "Pages loaded back from the host."),
     ("loads_failed", "sglcache_copies_failed", {"direction": "load"}, "Copies between tiers that failed."),
     ("loads_declined", "sglcache_loads_declined", {}, "Host hits beyond the quota, to be computed again."),
+    ("l3_store_pages", "sglcache_third_store_pages", {}, "Pages sent to the third tier."),
+    ("l3_stores_failed", "sglcache_third_store_failed_pages", {}, "Of the pages sent to it, those it did not take."),
+    ("l3_pages_skipped", "sglcache_third_skipped_pages", {}, "Pages not sent to it: too many waited to be stored."),
+    ("prefetches", "sglcache_prefetches", {}, "Times that the third tier was to be looked into."),
+    ("prefetches_declined", "sglcache_prefetches_declined", {}, "Of these, those for which the host had no room."),
+    ("prefetch_pages", "sglcache_prefetch_pages", {}, "Pages of the third tier that were asked for."),
+    ("prefetched_pages", "sglcache_prefetched_pages", {}, "Pages that came to the host from the third tier."),
     ("unpublished_pages", "sglcache_unpublished_pages", {}, "Pages of namespaces that routers can't be told of."),
     ("sessions_ended", "sglcache_sessions_ended", {}, "Sessions of model runners that are over."),
     ("splits", "sglcache_node_splits", {}, "Nodes of the tree cut in two."),
@@ -111,6 +124,26 @@ COPIES: tuple[tuple[str, str, bool, str], ...] = (
 )
 
 
+# The third tier's, by its name for one in `ThirdTier.facts`: ours, whether it only grows, the help.
+THIRD: tuple[tuple[str, str, bool, str], ...] = (
+    ("ready", "sglcache_third_ready", False, "1 once it is known what the third tier held before this life."),
+    ("connected", "sglcache_third_connected", False, "1 while the third tier can be asked; else all in it is a miss."),
+    ("num_pages", "sglcache_third_pages", False, "Pages that the third tier holds."),
+    ("num_bytes", "sglcache_third_bytes", False, "Bytes that these take."),
+    ("max_bytes", "sglcache_third_max_bytes", False, "Bytes that they may take."),
+    ("evicted_pages", "sglcache_third_evicted_pages", True, "Pages that left the third tier to make room."),
+    ("discarded_pages", "sglcache_third_discarded_pages", True, "Pages found to be bad there, and thrown away."),
+)
+# Of what goes to it and comes from it, by direction: the part of the names there, ours, the help.
+THIRD_MOVED: tuple[tuple[str, str, str], ...] = (
+    ("pages", "sglcache_third_moved_pages", "Pages stored in the third tier, and fetched from it."),
+    ("bytes", "sglcache_third_moved_bytes", "Bytes of these pages."),
+    ("seconds", "sglcache_third_moving_seconds", "Seconds that its threads were at it, added up."),
+)
+THIRD_MISSED = "Pages that were to be fetched, or to be stored, and were not, by what was wrong with the first of them."
+THIRD_QUEUED = "Work for the third tier that is not over."
+
+
 def of_rank(
     rank: int,
     index: IndexStats,
@@ -118,9 +151,11 @@ def of_rank(
     info: dict[str, str],
     lanes: Sequence[LaneStats] = (),
     tiers: Mapping[str, tuple[int, int]] | None = None,
+    third: Mapping[str, Any] | None = None,
 ) -> list[Family]:
     """A rank's families: of the index, of the publisher (None: events are off), `info`, which is constant text, of the
-    copy engine by direction, and of memory by tier (bytes that are ready, and all).
+    copy engine by direction, of memory by tier (bytes that are ready, and all), and of the third tier (None: there is
+    none; of what only its store's master knows, None too).
     """
     own = {"rank": str(rank)}
     families = [Family("sglcache_build", "What runs.", "info", [({**own, **info}, 1)])]
@@ -141,6 +176,8 @@ def of_rank(
         pairs = (tiers or {}).items()
         samples = [({**own, "tier": tier.lower()}, float(pair[place])) for tier, pair in pairs]
         families.append(Family(name, text, "gauge", samples))
+    if third is not None:
+        families += _third(own, third)
     if stream is not None:
         for field, name, grows, text in STREAM:
             if (value := getattr(stream, field)) is not None:
@@ -159,6 +196,23 @@ def _pools(own: dict[str, str], index: IndexStats) -> Iterator[Family]:
             states.samples.append(({**labels, "state": state}, getattr(pool, state)))
         locked.samples.append((labels, pool.locked))
     return iter((size, states, locked))
+
+
+def _third(own: dict[str, str], facts: Mapping[str, Any]) -> Iterator[Family]:
+    for key, name, grows, text in THIRD:
+        if (value := facts.get(key)) is not None:
+            yield Family(name, text, "counter" if grows else "gauge", [(own, float(value))])
+    for key, name, text in THIRD_MOVED:
+        samples = [({**own, "direction": way}, float(facts.get(f"{way}_{key}", 0))) for way in ("stored", "fetched")]
+        yield Family(name, text, "counter", samples)
+    missed = [
+        ({**own, "direction": way, "reason": reason}, float(count))
+        for way, key in (("stored", "not_stored"), ("fetched", "misses"))
+        for reason, count in facts.get(key, {}).items()
+    ]
+    yield Family("sglcache_third_missed_pages", THIRD_MISSED, "counter", missed)
+    queued = [({**own, "kind": kind}, float(count)) for kind, count in facts["queued"].items()]
+    yield Family("sglcache_third_queue", THIRD_QUEUED, "gauge", queued)
 
 
 def of_lives(ranks: Mapping[int, tuple[bool, int]]) -> list[Family]:

@@ -305,7 +305,9 @@ class Member(Connection):
             self.reply(control.Done(c.request, self.sessions.status(False)))
 
     def dump(self, c: control.Dump) -> None:
-        self.owner.loop.call_soon(_Dump(self, c.request, _tier(c.tier)).go_on)
+        below = c.tier == Tier.DISK.name and Tier.DISK in self.index.told_tiers
+        tier = Tier.DISK if below else _tier(c.tier)
+        self.owner.loop.call_soon(_Dump(self, c.request, tier).go_on)
 
     def digest(self, c: control.Digest) -> None:
         self.reply(control.Done(c.request, self.sessions.digest()))
@@ -698,7 +700,9 @@ class _Dump:
         if member.lost:
             return
         if self.walk is None:
-            if index.uncut:  # what is queued must be on the stream, or its number would say too little
+            if (
+                index.uncut or index.retelling
+            ):  # what is queued must be on the stream, or its number would say too little
                 index.cut(member.owner.clock())
                 member.owner.end_turn()
                 member.owner.loop.call_soon(self.go_on)

@@ -1316,7 +1316,7 @@ class Rig:
         if not self.config.events:
             return
         model, subscriber = self.model, self.subscriber
-        dumped: list[set[Page]] = [set(), set()]
+        dumped: dict[int, set[Page]] = {DEVICE: set(), HOST: set(), Tier.DISK: set()}
         for nodes in self.index.walk(3):
             for node in nodes:
                 size = self.index.hasher.size
@@ -1343,6 +1343,7 @@ class Rig:
             on_disk = {page for page in self.l3.pages if page.namespace[1] is None} if l3.tell else set()
             mirror = subscriber.present[Tier.DISK]
             assert mirror == on_disk, f"DISK: the mirror has {mirror - on_disk} more, lacks {on_disk - mirror}"
+            assert dumped[Tier.DISK] == on_disk, f"DISK: the dump has {dumped[Tier.DISK] ^ on_disk} too many or few"
         for page, told in subscriber.stored_for.items():
             assert told == model.stored_for[page], f"{page} was stored for {told}, should be {model.stored_for[page]}"
         changes = {key: count for key, count in model.changes.items() if key[1].namespace[1] is None and count}

@@ -61,6 +61,13 @@ class WatchedL3(L3):
         if further:
             self._note("hold", pages=further)
 
+    def _pass(self, prefetch: Prefetch) -> None:
+        before = self._path(prefetch.host_end)
+        super()._pass(prefetch)
+        further = self._path(prefetch.host_end)[len(before) :]
+        if further:
+            self._note("hold", pages=further)
+
     def _adopt(self, prefetch: Prefetch) -> None:
         slots, before = prefetch.slots, self._path(prefetch.anchor)
         super()._adopt(prefetch)
