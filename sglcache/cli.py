@@ -420,6 +420,11 @@ def _show_status(facts: dict[str, Any]) -> None:
     asked, matched = counters["request_tokens"], counters["matched_tokens"]
     rate = f"{100 * matched / asked:.1f} %" if asked else "none yet"
     console.print(f"acquires  {counters['requests']:,} granted, {counters['refused']:,} refused; hit rate {rate}")
+    if matched:
+        host, below = counters["host_matched_tokens"], counters["l3_matched_tokens"]
+        parts = [("device", matched - host), ("host", host - below), ("third tier", below)]
+        told = ", ".join(f"{count:,} on the {tier}" for tier, count in parts if count)
+        console.print(f"hits      of {asked:,} tokens {matched:,}: {told}", soft_wrap=True)
     for tier, kept in (("device", "demoted"), ("host", "unbacked"))[: len(facts["pools"])]:
         names = (f"evicted_{tier}_pages", f"{kept}_pages", f"cleared_{tier}_pages")
         evicted, moved, cleared = (counters[name] for name in names)
@@ -434,6 +439,15 @@ def _show_status(facts: dict[str, Any]) -> None:
     for tier, there in facts["memory"].items():
         if there["ready_bytes"] < there["bytes"]:
             console.print(f"memory    {tier.lower()}: {_bytes(there['ready_bytes'])} of {_bytes(there['bytes'])} ready")
+    if len(facts["pools"]) > 1:
+        console.print(
+            f"backups   {counters['backup_pages']:,} pages to the host, {counters['backup_pages_skipped']:,} found "
+            f"no room; {counters['backups_retried']:,} paths sent later, {counters['backups_failed']:,} failed",
+            soft_wrap=True,
+        )
+    if (third := facts["third"]) is not None:
+        for line in _third_lines(third, counters):
+            console.print(line, soft_wrap=True)
     if stream is None:
         console.print("stream    off")
     else:
@@ -454,6 +468,36 @@ def _show_status(facts: dict[str, Any]) -> None:
         console.print(f"VIOLATION {violation}", style="bold red", soft_wrap=True)
     if "violations" in facts and not facts["violations"]:
         console.print("proof     every page is in one place, and the counts add up")
+
+
+def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[str]:
+    """What a rank's status says of its third tier."""
+    state = "ready" if third["ready"] else "reading what it holds"
+    if not third["connected"]:
+        state = "AWAY: all in it is a miss"
+    size = ""
+    if third["num_pages"] is not None:
+        most = f" of {_bytes(third['max_bytes'])}" if third["max_bytes"] is not None else ""
+        size = f"; {third['num_pages']:,} pages, {_bytes(third['num_bytes'] or 0)}{most}"
+    yield f"third     {third['kind']}, {state}{size}; told of as {third['medium'] or 'nothing'}"
+    ways = (("stored", "not_stored"), ("fetched", "misses"))
+    moved = [
+        f"{third.get(f'{way}_pages', 0):,} pages {way} ({_bytes(third.get(f'{way}_bytes', 0))} in "
+        f"{third.get(f'{way}_seconds', 0.0):.1f} s)"
+        for way, _ in ways
+    ]
+    waits = [f"{count:,} {kind}" for kind, count in third["queued"].items() if count]
+    yield f"          {', '.join(moved)}; waiting: {', '.join(waits) or 'nothing'}"
+    for way, key in ways:
+        reasons = [f"{count:,} {reason}" for reason, count in third.get(key, {}).items() if count]
+        if way == "stored" and counters["l3_pages_skipped"]:
+            reasons.append(f"{counters['l3_pages_skipped']:,} skipped, too many waited")
+        if reasons:
+            yield f"          not {way}: {', '.join(reasons)}"
+    if counters["prefetches_declined"]:
+        yield f"          {counters['prefetches_declined']:,} prefetches found no room on the host"
+    if third["discarded_pages"] or third["evicted_pages"]:
+        yield f"          {third['evicted_pages']:,} pages evicted, {third['discarded_pages']:,} bad ones thrown away"
 
 
 @cli.command()
@@ -511,11 +555,19 @@ def _event_lines(mirror: Mirror, medium: str | None) -> Iterator[str]:
 @cli.command()
 @socket_option
 @rank_option("all")
-@click.option("--tier", type=click.Choice(["device", "host"]), help="Only this tier; by default all.")
+@click.option(
+    "--tier",
+    type=click.Choice(["device", "host", "disk", "external"]),
+    help="Only this tier; by default the device and the host. disk: the third tier's folder; external: Mooncake.",
+)
 @click.option("--wait", "wait_s", default=5.0, show_default=True, help="Seconds to wait for leases and copies to end.")
 @json_option
 def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float, as_json: bool) -> int:
-    """Drop what is cached. While a rank's leases or copies are live it drops nothing: it says what holds it, exit 1."""
+    """Drop what is cached above the third tier. While a rank's leases or copies are live it drops nothing: it says what
+    holds it, exit 1.
+
+    The third tier is dropped by its name alone, whatever else is under way.
+    """
     import time
 
     deadline = time.monotonic() + wait_s

@@ -272,7 +272,7 @@ class Rank:
     def status(self, prove: bool = False) -> dict[str, Any]:
         """For people and their scripts. With `prove`, `violations` says what is wrong with the books, slot by slot."""
         parts = self.parts
-        stats = parts.index.stats()
+        stats, facts = parts.index.stats(), self.facts()
         facts = {
             "version": VERSION,
             "protocol": control.PROTOCOL,
@@ -280,7 +280,7 @@ class Rank:
             "uptime_s": time.time() - self.started_at,
             "restarts": self._start.restarts,
             "http": self._start.http,
-            **self.facts(),
+            **facts,
             "pools": [{**pool._asdict(), "tier": pool.tier.name} for pool in stats.pools],
             "gauges": {
                 name: getattr(stats, name)
@@ -305,7 +305,7 @@ class Rank:
             },
             "copies": [lane._asdict() for lane in parts.engine.stats()],
             "memory": {name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self.tiers().items()},
-            "third": parts.owner.third.facts() if parts.owner.third is not None else None,
+            "third": {**facts["third"], **parts.owner.third.facts()} if parts.owner.third is not None else None,
             "sessions": parts.sessions.describe(),
             "stream": self._stream(for_ourselves=True),
         }
@@ -343,6 +343,7 @@ class Rank:
 
     def facts(self) -> dict[str, Any]:
         """What /server_info says of this rank: where it is, and what tells one life from another."""
+        third = self.parts.owner.third
         return {
             "rank": self.seat.offset,
             "dp_rank": self.seat.dp_rank,
@@ -352,10 +353,11 @@ class Rank:
             "socket": str(self.socket),
             "geometry": self._geometry(),
             "stream": self._stream(),
+            "third": third.identity() if third is not None else None,
         }
 
     def metrics(self) -> list[metrics.Family]:
-        publisher = self.parts.publisher
+        publisher, third = self.parts.publisher, self.parts.owner.third
         return metrics.of_rank(
             self.seat.offset,
             self.parts.index.stats(),
@@ -363,6 +365,7 @@ class Rank:
             {"version": VERSION, "hash": self.config.events.hash, "model_name": self.config.model_name},
             self.parts.engine.stats(),
             self.tiers(),
+            third.facts() if third is not None else None,
         )
 
     def _geometry(self) -> dict[str, Any]:

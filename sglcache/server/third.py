@@ -109,7 +109,8 @@ class ThirdTier:
         self.store = store
         self.name = config.storage.kind
         self.tier = Tier.DISK if store.exact else Tier.EXTERNAL
-        self.page_size = geometry.page_size
+        told = config_of(config, geometry)
+        self.told = told is not None and told.tell and config.events.enabled
         self.engine: Engine | None = None
         self.ready = False  # what it held is known
         self.broken = False  # and never will be
@@ -284,11 +285,19 @@ class ThirdTier:
             return FOR_EVER
         return now - next(iter(self._asked.values()), now)
 
+    def identity(self) -> dict[str, Any]:
+        """What does not change in a life: `medium`, as routers are told of its pages; `fingerprint` of all that must be
+        equal for another daemon to find them."""
+        return {
+            "kind": self.name,
+            "medium": self.tier.medium if self.told else None,
+            "fingerprint": self.store.form.fingerprint.hex(),
+        }
+
     def facts(self) -> dict[str, Any]:
         """For people and their scripts."""
         stats, engine = self.store.stats(), self.engine
         facts: dict[str, Any] = {
-            "kind": self.name,
             "ready": self.ready,
             "broken": self.broken,
             "connected": stats.connected,
