@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 
 import tiny
 import torch
+from judges import BOUND, NUM_NEW, judge, logits, say
 from torch import Tensor
 
 from sglcache.errors import BadRequest, ConfigError, NoSpace, TransferError
@@ -26,8 +27,6 @@ from sglcache.integrations.transformers import PagedModel, Part, Request, Runner
 from sglcache.memory.geometry import Geometry
 from sglcache.testing.daemon import Daemon
 
-BOUND = 2e-5  # of float32 logits whose largest are about 10
-NUM_NEW = 6
 FAMILIES = list(tiny.FAMILIES)
 Serve = Callable[..., Daemon]
 Daemons = dict[tuple[tuple[str, int | str], ...], Daemon]  # by their pool's settings
@@ -67,24 +66,6 @@ def serve(models: dict[str, Any], daemons: Daemons, tmp_path_factory: pytest.Tem
         return daemon
 
     return start
-
-
-def say(runner: Runner, prompt: list[int], **arguments: Any) -> Request:
-    request = runner.submit(prompt, max_new_tokens=NUM_NEW, keep_logits=True, **arguments)
-    runner.run()
-    return request
-
-
-def logits(request: Request) -> Tensor:
-    assert request.logits is not None
-    return torch.stack(request.logits)
-
-
-def judge(model: Any, request: Request) -> None:
-    """Its words are the model's own, and its logits are within BOUND of the model's without a cache."""
-    want = tiny.without_cache(model, request.tokens.tolist(), len(request.prompt))
-    assert request.output == want.argmax(-1).tolist()
-    torch.testing.assert_close(logits(request), want, atol=BOUND, rtol=0)
 
 
 def host_only(daemon: Daemon, runner: Runner, prompt: list[int]) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import consumers
 import pytest
 from mooncakes import Master
+
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))  # its models: `tiny`
 
 
 @pytest.fixture(scope="session")
