@@ -147,7 +147,6 @@ class Daemon(Served):
         pp_size: int = 1,
         model_name: str = "test",
         timing: Mapping[str, float] | None = None,
-        model_name: str = "test",
         **sections: Mapping[str, Any],
     ) -> None:
         """`sections` are the configuration's, laid over `SMALL`; `env` is laid over this process's environment.
