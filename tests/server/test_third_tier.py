@@ -270,11 +270,12 @@ FileStore.listing = listing
 
 
 def test_what_cannot_be_told_of_is_left_alone_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    with daemon_over(tmp_path, prelude=UNREADABLE) as daemon, daemon.client() as client:
-        until(lambda: third_of(daemon)["broken"])
-        put(client, ONE, 7)
-        daemon.settle()
-        forget(client)
-        check(client, ONE, 7, 0, prefetch="wait_complete")
-        assert client.prefetch(ONE) == (0, 0)
+    with daemon_over(tmp_path, prelude=UNREADABLE) as daemon:
+        with daemon.client() as client:
+            until(lambda: third_of(daemon)["broken"])
+            put(client, ONE, 7)
+            daemon.settle()
+            forget(client)
+            check(client, ONE, 7, 0, prefetch="wait_complete")
+            assert client.prefetch(ONE) == (0, 0)
         idle(daemon)
