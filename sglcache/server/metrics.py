@@ -65,6 +65,7 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("l3_store_pages", "sglcache_third_store_pages", {}, "Pages sent to the third tier."),
     ("l3_stores_failed", "sglcache_third_store_failed_pages", {}, "Of the pages sent to it, those it did not take."),
     ("l3_pages_skipped", "sglcache_third_skipped_pages", {}, "Pages not sent to it: too many waited to be stored."),
+    ("l3_stores_retried", "sglcache_third_store_retries", {}, "Of what was not sent, the paths sent later."),
     ("prefetches", "sglcache_prefetches", {}, "Times that the third tier was to be looked into."),
     ("prefetches_declined", "sglcache_prefetches_declined", {}, "Of these, those for which the host had no room."),
     ("prefetch_pages", "sglcache_prefetch_pages", {}, "Pages of the third tier that were asked for."),
