@@ -464,12 +464,13 @@ class Index:
             return self._grant(lease, num_fresh, *self._path(lease, path[-1]))
         return self._grant(lease, num_fresh, path[:on_device], path[on_device:])
 
-    def _acquire_again(self, acquire: Callable[[], Grant | None], had: int) -> Grant | None:
-        """At the end of a wait for L3, which began with a match of so many tokens."""
+    def _acquire_again(self, acquire: Callable[[], Grant | None], had: int, came: int) -> Grant | None:
+        """At the end of a wait for L3, which began with a match of so many tokens, and brought so many pages."""
         counters = self.counters
         before = counters["matched_tokens"]
         grant = acquire()
-        counters["l3_matched_tokens"] += max(0, counters["matched_tokens"] - before - had)
+        more = max(0, counters["matched_tokens"] - before - had)
+        counters["l3_matched_tokens"] += min(came * self.config.page_size, more)
         return grant
 
     def extend(self, session: SessionId, request: int, items: Sequence[Extension]) -> Extended | None:
@@ -588,9 +589,9 @@ class Index:
             path, partial, at = self._match(space.root, tokens, self.keys.whole(len(tokens)))
         rest = tokens[had : self.keys.whole(len(tokens)) + self.keys.over]
 
-        def tell() -> Prefetched:
+        def tell(came: int) -> Prefetched:
             has = self._reach(tokens, namespace)
-            return Prefetched(has // TOKEN_BYTES, max(0, has - had) // TOKEN_BYTES)
+            return Prefetched(has // TOKEN_BYTES, min(came * self.config.page_size, max(0, has - had) // TOKEN_BYTES))
 
         waiter = Waiter(s, request, until, tell) if until > 0 else None
         self._fetch_rest(namespace, path, partial, at, rest, waiter)

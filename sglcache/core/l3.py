@@ -174,7 +174,7 @@ class Waiter:
     session: Session
     request: int
     until: float
-    go_on: Callable[[], Grant | Prefetched | None]  # None: it waits for something else from now on
+    go_on: Callable[[int], Grant | Prefetched | None]  # given the pages that came; None: it waits for something else
 
 
 @dataclass(eq=False)
@@ -193,6 +193,7 @@ class Prefetch:
     probe: TicketId | None = None
     parts: deque[Part] = field(default_factory=deque)
     slots: bytes = b""  # of pages that are right, and not in the tree yet
+    came: int = 0  # pages that were not in the tree
     gap: bool = False  # a part did not come whole: what comes behind it is of no use
     broken: bool = False  # there was a gap, or nobody waits any more: it ends as soon as it can
     over: bool = False
@@ -598,7 +599,9 @@ class L3:
             each.ahead = None
         for each in behind:
             self._settle(each)
+            left = len(each.digests)
             self._pass(each)
+            each.came += min(prefetch.came, (left - len(each.digests)) // self.index.hasher.size)
             self._look(each)
 
     def _pass(self, prefetch: Prefetch) -> None:
@@ -684,6 +687,7 @@ class L3:
         prefetch.anchor = prefetch.host_end = node
         prefetch.slots = slots[num_pages * SLOT_BYTES :]
         self._less(prefetch, num_pages)
+        prefetch.came += count
         index.counters["prefetched_pages"] += count
         index.moved()
         for each in new:
@@ -781,16 +785,16 @@ class L3:
         prefetch.waiters = [waiter for waiter in prefetch.waiters if not whom(waiter)]
         index = self.index
         for waiter in served:
-            result = self._next(waiter)
+            result = self._next(waiter, prefetch.came)
             if result is not None:
                 index.wake(waiter.session, waiter.request, result)
         return len(served)
 
-    def _next(self, waiter: Waiter) -> Result | None:
+    def _next(self, waiter: Waiter, came: int) -> Result | None:
         if waiter.session.ended:
             return SessionEnded("the session ended: a member died or left; close this client and attach anew")
         try:
-            return waiter.go_on()
+            return waiter.go_on(came)
         except SglcacheError as error:
             return error
 

@@ -86,9 +86,9 @@ class WatchedL3(L3):
         self._note("let go", tier=DEVICE, pages=device)
         super()._end(prefetch)
 
-    def _next(self, waiter: Waiter) -> Result | None:
+    def _next(self, waiter: Waiter, came: int) -> Result | None:
         self._note("serve", request=waiter.request)
-        return super()._next(waiter)
+        return super()._next(waiter, came)
 
 
 @dataclass(eq=False)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import test_l3 as paths
 
-from sglcache.core import eventlog, eviction, hashing, index, tiering, tree
+from sglcache.core import eventlog, eviction, hashing, index, l3, snapshot, tiering, tree
 from sglcache.core.eviction import Policy
 from sglcache.core.key import ROOT
 from sglcache.core.tiering import WritePolicy
@@ -242,6 +243,8 @@ TWO_POLICIES = {"host_pages": 24, "eviction": Policy("lru"), "host_eviction": Po
 LRU_ONLY = {"eviction": Policy(), "host_eviction": Policy()}
 TWO_TIERS = {"host_pages": 24}
 WRITES_BACK = {"num_pages": 10, "host_pages": 24, "write_policy": WritePolicy("write_back")}
+L3, Shelf = l3.L3, l3.Shelf
+STORES = {"num_pages": 10, "host_pages": 10, "l3": l3.L3Config(tell=True, part=2, store_quota=100)}
 LOADS = {"num_pages": 10, "host_pages": 40}  # what is evicted from the device is still on the host
 
 MUTATIONS = [
@@ -970,6 +973,243 @@ MUTATIONS = [
         "if False:",
         by=a_session_ends_with_a_cancel,
     ),
+    # -- L3: down
+    mutation(
+        "a page is told of before it is stored",
+        L3,
+        "_store",
+        "self.stores[storing.ticket] = storing",
+        "self.stores[storing.ticket] = storing; self._add(storing.run, bytes([1]) * (last - first))",
+        **STORES,
+    ),
+    mutation(
+        "what is being stored may be evicted",
+        L3,
+        "backed_up",
+        "index.orders[HOST].pin(end)",
+        "pass",
+        Edit(L3, "_stored", "index.orders[HOST].unpin(storing.end)", "pass"),
+        **STORES,
+    ),
+    mutation("what was stored stays locked", L3, "_stored", "index.orders[HOST].unpin(storing.end)", "pass", **STORES),
+    mutation("stores keep their share", L3, "_stored", "self.held_by_stores -= storing.num_pages", "pass", **STORES),
+    mutation("what a store did not take is told of", L3, "_add", "mask[i] == 1", "mask[i] >= 0", **STORES),
+    mutation("what was there is told of again", L3, "_add", " and not (exact and digest in self.shelf)", "", **STORES),
+    mutation("what went for a store is not told of", L3, "stored", "self.removed(removed)", "pass", **STORES),
+    mutation("what is gone is not told of", L3, "removed", "told.append(digest)", "pass", **STORES),
+    mutation(
+        "what is gone is told of parents first",
+        L3,
+        "removed",
+        "told[::-1]",
+        "told",
+        by=paths.test_what_goes_goes_as_a_path_of_which_a_cut_takes_the_end_first,
+    ),
+    mutation(
+        "a store is of the slots before",
+        L3,
+        "_store",
+        "slots[first * SLOT_BYTES : last * SLOT_BYTES]",
+        "slots[: (last - first) * SLOT_BYTES]",
+        **STORES,
+    ),
+    mutation(
+        "a page comes back behind its children",
+        Shelf,
+        "add",
+        "self._places.pop(digest, self._next)",
+        "self._next",
+        by=paths.test_a_bad_page_goes_from_under_its_children_and_comes_back_to_its_place,
+    ),
+    # -- L3: up
+    mutation(
+        "a page under a late fetch is given away",
+        L3,
+        "_break",
+        "part.fenced = True\n                pool.leased -= part.num_pages\n"
+        "                pool.fenced += part.num_pages",
+        "self._give(part.slots); part.slots = b''",
+        **STORES,
+    ),
+    mutation("fetches keep their share", L3, "_give", "self.fetching -= count", "pass", **STORES),
+    mutation(
+        "fetches have no share",
+        L3,
+        "_fetch",
+        "self.prefetch_quota - self.fetching",
+        "self.prefetch_quota",
+        by=paths.test_fetches_hold_no_more_of_the_host_than_their_share,
+    ),
+    mutation(
+        "the anchor is not held on the host",
+        L3,
+        "want",
+        "index.orders[HOST].pin(host)",
+        "pass",
+        Edit(L3, "_end", "index.orders[HOST].unpin(prefetch.host_end)", "pass"),
+        **STORES,
+    ),
+    mutation(
+        "the anchor is not held on the device",
+        L3,
+        "want",
+        "index.orders[DEVICE].pin(device)",
+        "pass",
+        Edit(L3, "_end", "index.orders[DEVICE].unpin(prefetch.device_end)", "pass"),
+        **STORES,
+    ),
+    mutation("a prefetch keeps its locks", L3, "_end", "index.orders[HOST].unpin(prefetch.host_end)", "pass", **STORES),
+    mutation(
+        "a page behind a gap is taken",
+        L3,
+        "fetched",
+        "if prefetch.gap:\n                right = 0",
+        "if False:\n                right = 0",
+        by=paths.test_a_gap_in_the_middle_ends_it_there,
+    ),
+    mutation(
+        "what came last is taken first",
+        L3,
+        "fetched",
+        "while prefetch.parts and (right := prefetch.parts[0].right) is not None:\n"
+        "            part = prefetch.parts.popleft()",
+        "while (part := next((it for it in prefetch.parts if it.right is not None), None)) is not None:\n"
+        "            right = part.right; prefetch.parts.remove(part)",
+        **STORES,
+    ),
+    mutation(
+        "other tokens are taken for the same", L3, "_adopt", "tokens.startswith(child.key, start)", "True", **STORES
+    ),
+    mutation(
+        "a page hangs on one that is being written", L3, "_adopt", "if child.writing & WRITING:", "if False:", **STORES
+    ),
+    mutation(
+        "what hangs on a copy that failed waits for ever",
+        L3,
+        "_adopt",
+        "if not anchor.writing & WRITING:",
+        "if False:",
+        by=paths.test_if_that_copy_fails_what_was_fetched_goes_back,
+    ),
+    mutation("the end of a copy lets nobody on", L3, "unblocked", "if prefetch.slots:", "if False:", **STORES),
+    mutation("pages that came twice are kept twice", L3, "_adopt", "self._give(lost)", "pass", **STORES),
+    mutation("what was adopted is fetched for ever", L3, "_adopt", "self.fetching -= count", "pass", **STORES),
+    mutation(
+        "nobody hears that what was fetched is on the host",
+        L3,
+        "_adopt",
+        "index.change(HOST, each, True)",
+        "index.version += 1",
+        **STORES,
+    ),
+    mutation(
+        "a page of the device alone is no anchor to be copied",
+        L3,
+        "_fetch",
+        "elif not index.backups.send(anchor, whole=True):",
+        "elif False:",
+        by=paths.test_what_hangs_on_the_device_alone_is_copied_to_the_host_first,
+    ),
+    # -- L3: who waits
+    mutation("a deadline is none", L3, "expire", "waiter.until <= now", "False", **STORES),
+    mutation(
+        "who waits outlives the session",
+        L3,
+        "session_ended",
+        "waiter.session is session",
+        "False",
+        by=lambda: paths.test_the_end_of_a_session_is_the_end_of_its_waiting("asked"),
+    ),
+    mutation(
+        "nobody waits and it is fetched",
+        L3,
+        "_leave",
+        "if count and self._forsaken(prefetch):",
+        "if False:",
+        by=paths.test_at_its_deadline_a_request_goes_on_with_what_has_come,
+    ),
+    mutation(
+        "those behind are forgotten",
+        L3,
+        "_forsaken",
+        " or prefetch.behind",
+        "",
+        by=paths.test_what_somebody_waits_behind_goes_on_without_its_own,
+    ),
+    mutation(
+        "those behind do not look for the rest",
+        L3,
+        "_go_on",
+        "self._look(each)",
+        "self._go_on(each)",
+        by=paths.test_two_requests_that_begin_alike_fetch_what_is_alike_once_and_each_its_own,
+    ),
+    mutation(
+        "those behind fetch it again",
+        L3,
+        "_go_on",
+        "self._pass(each)",
+        "pass",
+        by=paths.test_two_requests_for_the_same_pages_fetch_them_once,
+    ),
+    mutation(
+        "those behind hold nothing of what came",
+        L3,
+        "_pass",
+        "index.orders[HOST].pin(node, prefetch.host_end)",
+        "pass",
+        **STORES,
+    ),
+    mutation(
+        "who goes on from behind follows the wrong page",
+        L3,
+        "_less",
+        "prefetch.before = prefetch.digests[(num_pages - 1) * size : num_pages * size]",
+        "pass",
+        by=paths.test_two_requests_that_begin_alike_fetch_what_is_alike_once_and_each_its_own,
+    ),
+    # -- L3: told of
+    mutation(
+        "a clear does not wait for L3",
+        Index,
+        "clear",
+        "self.l3.num_busy if self.l3 is not None else 0",
+        "0",
+        by=paths.test_a_clear_says_that_l3_is_at_work_and_changes_nothing,
+    ),
+    mutation(
+        "a clear forgets what L3 has",
+        Index,
+        "clear",
+        "self._telling_again = self.l3.tell_again()",
+        "pass",
+        by=paths.test_a_clear_of_all_tells_again_what_l3_has_all_the_same,
+    ),
+    mutation(
+        "what comes while all is told again is told twice",
+        L3,
+        "_add",
+        "<= self._retold",
+        "<= ALL",
+        by=paths.test_what_changes_while_all_is_told_again_is_told_once,
+    ),
+    mutation(
+        "what goes untold while all is told again is told",
+        L3,
+        "removed",
+        " and segment <= self._retold",
+        "",
+        by=paths.test_what_changes_while_all_is_told_again_is_told_once,
+    ),
+    mutation(
+        "a snapshot tells of what is gone",
+        snapshot.Snapshot,
+        "_tell_below",
+        "if digest in self._l3.shelf:",
+        "if True:",
+        by=paths.test_what_goes_while_a_snapshot_is_told_is_not_in_it,
+    ),
+    mutation("a dump leaves L3 out", Index, "walk", "self._told_below, 0", "None, 0", **STORES),
     # -- slots
     mutation("an evicted slot is freed twice", Index, "drop", "pool.give(run)", "pool.give(run), pool.give(run)"),
     mutation(
