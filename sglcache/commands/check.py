@@ -15,6 +15,9 @@ from sglcache.server import room
 from sglcache.server.plan import Seat, plan
 from sglcache.units import Tier
 
+BLOCK = 4096  # of a disk: a file takes whole ones
+HEADER_BYTES = 256  # of a page's file, about, beside its tokens
+
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), required=False, envvar="SGLCACHE_CONFIG")
@@ -38,10 +41,11 @@ def check(file: Path | None, overrides: tuple[str, ...], ram: str | None, as_jso
     weighed = room.weigh(config)
     there = room.machine() if ram is None else room.Machine(room.Limit(_size(ram), "--ram"))
     weighed.refuse(there)
+    disk = room.disk(config) if ram is None else None
     if as_json:
-        click.echo(json.dumps(_facts(weighed, seats, there), indent=2))
+        click.echo(json.dumps(_facts(weighed, seats, there, disk), indent=2))
     else:
-        click.echo("\n".join(_lines(weighed, seats, there)))
+        click.echo("\n".join(_lines(weighed, seats, there, disk)))
     return 0
 
 
@@ -52,7 +56,7 @@ def _size(text: str) -> int:
         raise BadRequest(f"--ram {text}: {exc}") from None
 
 
-def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine) -> dict[str, Any]:
+def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: room.DiskRoom | None) -> dict[str, Any]:
     ranks = []
     for rank, seat in zip(weighed.ranks, seats, strict=True):
         wire = rank.geometry.to_wire()
@@ -78,13 +82,15 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine) -> dict[s
         "ranks": ranks,
         "device_bytes": weighed.device_bytes,
         "host_bytes": weighed.host_bytes,
+        "store_bytes": weighed.store_bytes,
         "ram_bytes": weighed.ram_bytes,
+        "disk": {**disk._asdict(), "path": str(disk.path)} if disk is not None else None,
         "limits": [limit._asdict() for limit in there if limit is not None],
-        "warnings": weighed.warnings(there),
+        "warnings": [*weighed.warnings(there), *(disk.warnings if disk is not None else [])],
     }
 
 
-def _lines(weighed: room.Room, seats: list[Seat], there: room.Machine) -> list[str]:
+def _lines(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: room.DiskRoom | None) -> list[str]:
     lines = []
     for rank, seat in zip(weighed.ranks, seats, strict=True):
         geometry = rank.geometry
@@ -104,13 +110,38 @@ def _lines(weighed: room.Room, seats: list[Seat], there: room.Machine) -> list[s
             ]
         if len(rank.tiers) == 1:
             lines.append("  host    none")
+    lines += _third_lines(weighed, disk)
     where = weighed.config.pool.device
     lines.append(f"in all: device {room.told(weighed.device_bytes)} ({where}), host {room.told(weighed.host_bytes)}")
     for limit in (there.ram, there.cgroup):
         if limit is not None:
             counted = weighed.ram_bytes if limit is there.ram else weighed.host_bytes
             lines.append(f"  of {limit.name}: {room.told(counted)} of {room.told(limit.num_bytes)}")
-    lines += [f"warning: {warning}" for warning in weighed.warnings(there)]
+    warnings = [*weighed.warnings(there), *(disk.warnings if disk is not None else [])]
+    lines += [f"warning: {warning}" for warning in warnings]
+    return lines
+
+
+def _third_lines(weighed: room.Room, disk: room.DiskRoom | None) -> list[str]:
+    storage = weighed.config.storage
+    if storage.kind == "none":
+        return []
+    if storage.kind == "mooncake":
+        return [
+            f"third tier: Mooncake at {storage.master}, "
+            f"{room.told(weighed.store_bytes)} of this host's RAM for its clients"
+        ]
+    lines = []
+    for rank in weighed.ranks:
+        geometry = rank.geometry
+        page = geometry.page_bytes * geometry.num_parts
+        file = -(-(page + HEADER_BYTES + 4 * geometry.page_size) // BLOCK) * BLOCK
+        lines.append(
+            f"third tier of rank {rank.offset}: {storage.path}/rank-{rank.offset}, {room.told(storage.size)} at most: "
+            f"some {storage.size // file:,} pages of {page:,} B, {storage.size // file * geometry.page_size:,} tokens"
+        )
+    if disk is not None:
+        lines.append(f"  of the disk: {room.told(disk.want)}; {room.told(disk.used)} used, {room.told(disk.free)} free")
     return lines
 
 

@@ -132,9 +132,15 @@ class Room(NamedTuple):
         return sum(rank.num_bytes(Tier.HOST) for rank in self.ranks)
 
     @property
+    def store_bytes(self) -> int:
+        """What the third tier's clients take of RAM: Mooncake's give and use some."""
+        storage = self.config.storage
+        return (storage.segment_size + storage.buffer_size) * len(self.ranks) if storage.kind == "mooncake" else 0
+
+    @property
     def ram_bytes(self) -> int:
         """What is in RAM when all is full."""
-        return self.host_bytes + (self.device_bytes if self.config.pool.device == "cpu" else 0)
+        return self.host_bytes + self.store_bytes + (self.device_bytes if self.config.pool.device == "cpu" else 0)
 
     def refuse(self, there: Machine) -> None:
         """ConfigError, with the numbers and what to write instead: the pools can't all be there."""
@@ -170,7 +176,7 @@ class Room(NamedTuple):
     def _too_much(self, want: int, limit: Limit) -> ConfigError:
         """With the least change that would do, in the words of the key that decides."""
         pool, host = self.config.pool, self.config.host
-        fixed = self.device_bytes if want != self.host_bytes else 0  # beside the host's pools
+        fixed = self.device_bytes + self.store_bytes if want != self.host_bytes else 0  # beside the host's pools
         per_host_token = sum(it.geometry.num_parts * it.geometry.token_bytes for it in self.ranks)
         per_device_token = sum(it.geometry.num_shards * it.geometry.token_bytes for it in self.ranks)
         if self.host_bytes and (left := limit.num_bytes - fixed) >= per_host_token * pool.page_size:
@@ -182,7 +188,7 @@ class Room(NamedTuple):
                 instead = f'host.size = "{_rounded(size)}"'
         else:
             ratio = host.pool_ratio if host.enabled and host.num_tokens is None and host.size is None else 0
-            tokens = int(limit.num_bytes / (per_device_token + ratio * per_host_token))
+            tokens = int(max(0, limit.num_bytes - self.store_bytes) / (per_device_token + ratio * per_host_token))
             path, instead = "pool.num_tokens", f"pool.num_tokens = {tokens // pool.page_size * pool.page_size}"
             if pool.size is not None:
                 path = "pool.size"
@@ -193,6 +199,8 @@ class Room(NamedTuple):
         if tokens < pool.page_size:
             remedy = "not one page of each rank would fit; raise the limit, or lower pool.page_size"
         parts = f"device {told(self.device_bytes)}, host {told(self.host_bytes)}"
+        if self.store_bytes:
+            parts += f", Mooncake's clients {told(self.store_bytes)}"
         if want == self.host_bytes:
             parts = "the host's alone"
         several = f" of {len(self.ranks)} ranks" if len(self.ranks) > 1 else ""
@@ -205,6 +213,54 @@ class Room(NamedTuple):
             have=limit.num_bytes,
             limit=limit.name,
         )
+
+
+class DiskRoom(NamedTuple):
+    """A file store's place, for all ranks of this host."""
+
+    path: Path
+    want: int  # bytes, when it is full
+    used: int  # bytes of what is there already
+    free: int  # bytes that the disk has left for this user
+
+    @property
+    def warnings(self) -> list[str]:
+        if self.want <= self.used + self.free:
+            return []
+        return [
+            f"storage.size lets the ranks store {told(self.want)}, and the disk of {self.path} has {told(self.free)} "
+            f"free beside {told(self.used)} that are stored there: once it is full nothing more is stored; lower "
+            "storage.size, or move storage.path"
+        ]
+
+
+def disk(config: Config) -> DiskRoom | None:
+    """None: nothing is kept on a disk. ConfigError: the folder can't be used."""
+    storage = config.storage
+    if storage.kind != "file" or storage.path is None:
+        return None
+    there = storage.path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no folder" if not there.is_dir() else "can't be written by this user"
+        raise ConfigError(
+            f"storage.path = {storage.path}: {there} {why}; give a folder that this user may write",
+            path="storage.path",
+            value=str(storage.path),
+        )
+    used = 0
+    for place, _, names in os.walk(storage.path):
+        for name in names:
+            try:
+                used += os.lstat(os.path.join(place, name)).st_blocks * 512
+            except OSError:  # gone meanwhile
+                continue
+    try:
+        status = os.statvfs(there)
+    except OSError as exc:
+        raise ConfigError(f"storage.path = {storage.path}: {exc.strerror}", path="storage.path") from None
+    return DiskRoom(storage.path, storage.size * len(config.parallel.local()), used, status.f_bavail * status.f_frsize)
 
 
 def weigh(config: Config) -> Room:
@@ -276,4 +332,5 @@ def served(config: Config, there: Machine) -> Sequence[str]:
         )
     room = weigh(config)
     room.refuse(there)
-    return room.warnings(there)
+    below = disk(config)
+    return [*room.warnings(there), *(below.warnings if below is not None else [])]
