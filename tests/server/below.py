@@ -11,6 +11,7 @@ import numpy as np
 
 from sglcache.client import Client, Lease
 from sglcache.client.mirror import Mirror
+from sglcache.errors import Busy
 from sglcache.testing.daemon import Daemon, Served, until
 
 SMALL = {"kind": "file", "prefetch_threshold": 4, "prefetch_policy": "wait_complete"}
@@ -118,8 +119,22 @@ def stored(rank: Served, num_pages: int) -> None:
 
 def forget(client: Client) -> None:
     """What the device and the host have goes."""
-    client.clear()
+    drop(client)
     assert client.peek(ONE).matched_tokens == 0
+
+
+def drop(client: Client, tier: str | None = None) -> None:
+    """Clear it, once what holds it, such as the end of a lease that was just released, is over."""
+
+    def done() -> bool:
+        try:
+            client.clear(tier)
+        except Busy:
+            return False
+        return True
+
+    until(done)
+    until(lambda: all(not pool["cached"] for pool in client.status()["pools"] if tier in (None, pool["tier"].lower())))
 
 
 def idle(rank: Served) -> dict[str, Any]:

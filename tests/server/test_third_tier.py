@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from below import ONE, Gate, check, daemon_over, files, forget, idle, put, right, stored, third_of, write
+from below import ONE, Gate, check, daemon_over, drop, files, forget, idle, put, right, stored, third_of, write
 
 from sglcache.errors import BadRequest, Busy, SessionEnded
 from sglcache.testing.daemon import Daemon, Puppet, until
@@ -140,8 +140,7 @@ def test_a_page_that_is_fetched_late_lands_in_nobodys_page(slow: Daemon, gate: G
             until(lambda: slow.pool("HOST")["free"] == 0)
         until(lambda: slow.pool("HOST")["fenced"] == 0)
         slow.settle()
-        client.clear("device")
-        until(lambda: slow.pool()["cached"] == 0)
+        drop(client, "device")
         for number, tokens in enumerate(others):
             assert client.peek(tokens) == (0, len(tokens))
             check(client, tokens, number, len(tokens))
@@ -210,7 +209,7 @@ def test_a_prompt_longer_than_the_host_pool_is_fetched_as_far_as_it_goes(tmp_pat
         daemon.settle()
         there = third_of(daemon)["num_pages"]
         assert 0 < there <= 128
-        client.clear()
+        drop(client)
         with client.acquire(tokens) as lease:
             assert lease.matched_tokens == 4 * min(there, 32)
             right(client, lease, 9)
