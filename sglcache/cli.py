@@ -475,6 +475,8 @@ def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[st
     state = "ready" if third["ready"] else "reading what it holds"
     if not third["connected"]:
         state = "AWAY: all in it is a miss"
+    if third["broken"]:
+        state = "BROKEN: what it held can't be read, see the log; all in it is a miss"
     size = ""
     if third["num_pages"] is not None:
         most = f" of {_bytes(third['max_bytes'])}" if third["max_bytes"] is not None else ""
@@ -491,9 +493,12 @@ def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[st
     for way, key in ways:
         reasons = [f"{count:,} {reason}" for reason, count in third.get(key, {}).items() if count]
         if way == "stored" and counters["l3_pages_skipped"]:
-            reasons.append(f"{counters['l3_pages_skipped']:,} skipped, too many waited")
+            later = counters["l3_stores_retried"]
+            reasons.append(f"{counters['l3_pages_skipped']:,} while too many waited ({later:,} paths later)")
         if reasons:
             yield f"          not {way}: {', '.join(reasons)}"
+    if third["spared"]:
+        yield f"          {third['spared']:,} acquires did not ask it, for it did not answer others"
     if counters["prefetches_declined"]:
         yield f"          {counters['prefetches_declined']:,} prefetches found no room on the host"
     if third["discarded_pages"] or third["evicted_pages"]:

@@ -65,7 +65,7 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("l3_store_pages", "sglcache_third_store_pages", {}, "Pages sent to the third tier."),
     ("l3_stores_failed", "sglcache_third_store_failed_pages", {}, "Of the pages sent to it, those it did not take."),
     ("l3_pages_skipped", "sglcache_third_skipped_pages", {}, "Pages not sent to it: too many waited to be stored."),
-    ("l3_stores_retried", "sglcache_third_store_retries", {}, "Of what was not sent, the paths sent later."),
+    ("l3_stores_retried", "sglcache_third_store_retries", {}, "Of what was not sent, paths that were sent later."),
     ("prefetches", "sglcache_prefetches", {}, "Times that the third tier was to be looked into."),
     ("prefetches_declined", "sglcache_prefetches_declined", {}, "Of these, those for which the host had no room."),
     ("prefetch_pages", "sglcache_prefetch_pages", {}, "Pages of the third tier that were asked for."),
@@ -129,6 +129,8 @@ COPIES: tuple[tuple[str, str, bool, str], ...] = (
 THIRD: tuple[tuple[str, str, bool, str], ...] = (
     ("ready", "sglcache_third_ready", False, "1 once it is known what the third tier held before this life."),
     ("connected", "sglcache_third_connected", False, "1 while the third tier can be asked; else all in it is a miss."),
+    ("broken", "sglcache_third_broken", False, "1 if what it held can't be read: it is left alone, all is a miss."),
+    ("spared", "sglcache_third_spared_acquires", True, "Acquires that did not ask it, for it did not answer others."),
     ("num_pages", "sglcache_third_pages", False, "Pages that the third tier holds."),
     ("num_bytes", "sglcache_third_bytes", False, "Bytes that these take."),
     ("max_bytes", "sglcache_third_max_bytes", False, "Bytes that they may take."),
