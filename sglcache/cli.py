@@ -217,6 +217,8 @@ def _first_screen(info: dict[str, Any], start_s: float) -> str:
             ("device", sizes["device"]),
             ("host", sizes.get("host", "off")),
         ]
+        if (third := rank["third"]) is not None:
+            lines.append(("third", f"{third['kind']}, told of as {third['medium'] or 'nothing'}"))
     else:
         lines = [("http", http)]
         for rank in ranks:

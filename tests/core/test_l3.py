@@ -132,7 +132,7 @@ def test_what_goes_for_a_store_is_told_before_what_came() -> None:
     r.settle()
 
 
-def test_stores_beyond_their_share_are_skipped_and_counted() -> None:
+def test_stores_beyond_their_share_are_counted_and_stored_once_there_is_room() -> None:
     r, one = below(l3={"store_quota": 6})
     for first in (1, 101, 201):
         put(r, one, ids(first, first + 15))
