@@ -619,6 +619,19 @@ def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float
     show_default=True,
     help="Cut longer outputs to so many tokens.",
 )
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="R",
+    help="So many requests a second at most; by default as fast as the clients can.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Start a daemon for it, configured so, instead of taking one that runs; may be repeated.",
+)
 @json_option
 def replay(
     socket: Path | None,
@@ -628,17 +641,23 @@ def replay(
     clients: int,
     verify: bool,
     max_output: int,
+    rate: float | None,
+    settings: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Drive a trace of requests through the daemon, as model runners would, from several processes.
 
     At the end a mirror built from the event stream must equal the index, tier by tier. Exits 1 if a page's bytes are
-    wrong or the mirror differs.
+    wrong or the mirror differs. In pools that hold less than what the trace comes back to, hits are the lower tiers':
+    --set pool.num_tokens=65536, --set host.num_tokens=131072, and a third tier of [storage].
     """
     from sglcache.bench import replay as work
 
-    with work.trace_file(trace) as file:
-        options = work.Options(file, limit, clients, verify, max_output, targets_of(socket, rank)[0].socket)
+    if settings and (socket is not None or rank is not None):
+        raise click.UsageError("--set starts a daemon; it goes without --socket and --rank")
+    with work.trace_file(trace) as file, work.serving(settings) as own:
+        served = own or targets_of(socket, rank)[0].socket
+        options = work.Options(file, limit, clients, verify, max_output, served, rate)
         with _progress(work.num_requests(file, limit)) as advance:
             report = work.replay(options, advance)
     report.trace = str(trace) if trace is not None else "made up"

@@ -186,6 +186,56 @@ def test_a_replay_finds_a_page_with_wrong_bytes(empty: Daemon, tmp_path: Path) -
     assert empty.run("replay", "--trace", str(trace)).returncode == 0, "without --verify nobody looks"
 
 
+SMALL_AND_DISK = ("model_name=m", "pool.num_tokens=65536", "host.num_tokens=65536", "storage.kind=file")
+FETCHED = ("storage.prefetch_policy=wait_complete", "storage.prefetch_threshold=16")
+
+
+def test_a_replay_on_a_daemon_of_its_own_verifies_what_comes_from_the_disk(tmp_path: Path) -> None:
+    """The second finds what the first has stored."""
+    settings = (*SMALL_AND_DISK, *FETCHED, f"storage.path={tmp_path / 'store'}")
+    options = [option for setting in settings for option in ("--set", setting)]
+    command = [sys.executable, "-m", "sglcache", "replay", "--verify", "--limit", "40", "--rate", "40", "--json"]
+    for _ in range(2):
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done
+        report = json.loads(done.stdout)
+        assert report["ok"]
+        assert report["wall_s"] >= 39 / 40, "faster than it was to be"
+        assert report["tiers"]["disk"]["index_blocks"] == report["tiers"]["disk"]["mirror_blocks"] > 0
+        assert sum(report["hit_tokens"].values()) == report["matched_tokens"] <= report["verified_tokens"]
+    assert report["hit_tokens"]["third"] > 0
+
+
+def test_a_replay_finds_wrong_bytes_that_come_from_the_disk(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(record)}\n" for record in conversations(1)))
+    prompt = next(traces.requests(trace)).tokens
+    served = Daemon(tmp_path, *FREE_PORTS, *SMALL_AND_DISK, *FETCHED, f"storage.path={tmp_path / 'store'}")
+    try:
+        with Client(served.socket) as cache:
+            with cache.acquire(prompt) as lease:
+                cache.pool.pages.numpy()[lease.slots] = 0
+                lease.commit()
+            until(lambda: cache.status()["gauges"]["num_copies"] == 0)
+            cache.clear()
+            done = served.run("replay", "--trace", str(trace), "--verify", "--json")
+            assert done.returncode == 1
+            assert "request 0: matched page 0" in json.loads(done.stdout)["problems"][0]
+            assert cache.status()["counters"]["prefetched_pages"] > 0
+    finally:
+        assert served.stop()[0] == 0
+
+
+def test_a_replay_takes_one_daemon(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sglcache", "replay", "--set", "pool.page_size=64"]
+    done = subprocess.run([*command, "--socket", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--set starts a daemon; it goes without --socket and --rank" in done.stderr
+    done = subprocess.run([*command, "--set", "pool.pages=64"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error[config]: ")
+
+
 def test_a_trace_that_is_none_is_told_by_file_and_line(daemon: Daemon, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text("no trace\n")

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -34,9 +34,11 @@ import numpy.typing as npt
 import xxhash
 
 from sglcache.bench import trace as traces
+from sglcache.bench.daemon import Daemon
 from sglcache.bench.pattern import Pattern
 from sglcache.client import Client, Lease
 from sglcache.client.mirror import Curve, Fact, Mirror
+from sglcache.config import load
 from sglcache.errors import Changed, NoSpace, SglcacheError, Unavailable
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared
@@ -61,6 +63,7 @@ class Options(NamedTuple):
     verify: bool = False
     max_output_tokens: int = 512  # longer outputs are cut
     socket: Path | None = None  # None: found by the rule of sglcache.paths
+    rate: float | None = None  # requests a second at most, of all clients together; None: as fast as they can
 
 
 class Done(NamedTuple):
@@ -69,7 +72,7 @@ class Done(NamedTuple):
     input_tokens: int
     output_tokens: int
     matched_tokens: int
-    host_tokens: int
+    host_tokens: int  # of the matched, those from the host
     shared_tokens: int  # matched and surely not written by this client; a lower bound
     verified_tokens: int
     duplicate_pages: int
@@ -111,6 +114,7 @@ class Report:
     output_tokens: int = 0
     matched_tokens: int = 0
     host_tokens: int = 0
+    third_tokens: int = 0  # of these, what came there from the third tier while an acquire waited
     shared_tokens: int = 0
     verified_tokens: int = 0
     duplicate_pages: int = 0
@@ -131,11 +135,21 @@ class Report:
         return self.matched_tokens / self.input_tokens if self.input_tokens else 0.0
 
     @property
+    def hit_tokens(self) -> dict[str, int]:
+        """By the tier that they were found in."""
+        return {
+            "device": self.matched_tokens - self.host_tokens,
+            "host": self.host_tokens - self.third_tokens,
+            "third": self.third_tokens,
+        }
+
+    @property
     def ops_per_s(self) -> float:
         return self.commands / self.wall_s if self.wall_s else 0.0
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "hit_rate": self.hit_rate, "ops_per_s": self.ops_per_s, "ok": self.ok})
+        names = ("hit_rate", "hit_tokens", "ops_per_s", "ok")
+        return json.dumps({**asdict(self), **{name: getattr(self, name) for name in names}})
 
     @property
     def ok(self) -> bool:
@@ -165,8 +179,11 @@ def client_main(number: int, options: Options, pipe: Connection) -> None:
             runner = Runner(cache, options)
             pipe.send("ready")
             pipe.recv()
+            started = time.monotonic()
             for index, request in enumerate(traces.requests(options.trace, options.limit)):
                 if index % options.num_clients == number:
+                    if options.rate is not None:
+                        time.sleep(max(0.0, started + index / options.rate - time.monotonic()))
                     pipe.send(runner.run(index, request))
         pipe.send(None)
     except SglcacheError as exc:
@@ -355,7 +372,9 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
             watcher = Watcher(mirror, facts["rank"])
             watcher.start()
             stack.callback(watcher.stop)  # before the mirror is closed
+        before = _from_third(observer)
         latencies = _run_clients(options, report, progress)
+        report.third_tokens = _from_third(observer) - before
         report.acquire_p50_us, report.acquire_p99_us = (1e6 * quantile(latencies, q) for q in (0.5, 0.99))
         if watcher is not None:
             watcher.stop()
@@ -367,6 +386,11 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
             report.batches = mirror.batches - batches
             report.payload_bytes = mirror.payload_bytes - payload_bytes
     return report
+
+
+def _from_third(observer: Client) -> int:
+    """Tokens of hits that came from the third tier, so far. The daemon counts them, of all clients."""
+    return int(observer.status()["counters"]["l3_matched_tokens"])
 
 
 def _run_clients(options: Options, report: Report, progress: Callable[[int], None]) -> list[float]:
@@ -440,7 +464,7 @@ def _end(process: BaseProcess) -> None:
 def _compare(observer: Client, watcher: Watcher, report: Report) -> None:
     """Hold the mirror against the index, per tier, at one and the same number of the stream."""
     mirror = watcher.mirror
-    for tier in (Tier.DEVICE, Tier.HOST):
+    for tier in map(Tier.__getitem__, observer.digest()["tiers"]):  # of which routers are told exactly
         deadline = time.monotonic() + SETTLE_S
         while True:
             try:
@@ -475,6 +499,21 @@ def quantile(values: list[float], q: float) -> float:
     """The value below which `q` of them lie; 0 of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.floor(q * len(ordered)))] if ordered else 0.0
+
+
+@contextlib.contextmanager
+def serving(settings: Sequence[str]) -> Iterator[Path | None]:
+    """The socket of a daemon of its own, configured so, for as long as the block lasts; None without settings.
+
+    ConfigError: the settings are not right.
+    """
+    if not settings:
+        yield None
+        return
+    load(None, settings)  # what is wrong is said here, and not in the log of a daemon that did not start
+    with Daemon(settings) as daemon:
+        daemon.wait_healthy()
+        yield daemon.socket
 
 
 # -- traces and texts ---------------------------------------------------------------------------------
@@ -525,13 +564,15 @@ def describe(report: Report) -> str:
     def share(part: int, whole: int) -> str:
         return f"{100 * part / whole:.1f} %" if whole else "none"
 
+    hits = report.hit_tokens
+    third = f"{share(hits['third'], report.matched_tokens)} from the third tier, " if hits["third"] else ""
     lines = [
         ("requests", f"{report.requests:,} from {report.num_clients} clients in {report.wall_s:.1f} s"),
         ("tokens", f"{report.input_tokens:,} in, {report.output_tokens:,} out"),
         (
             "hit rate",
             f"{share(report.matched_tokens, report.input_tokens)} of the tokens in; of these "
-            f"{share(report.host_tokens, report.matched_tokens)} came from the host, "
+            f"{share(hits['host'], report.matched_tokens)} came from the host, {third}"
             f"at least {share(report.shared_tokens, report.matched_tokens)} from another client",
         ),
         ("commands", f"{report.commands:,}, {report.ops_per_s:,.0f} a second"),

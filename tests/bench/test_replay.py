@@ -50,7 +50,8 @@ class StillMirror:
 def compare(mirror: StillMirror, dump: Callable[[Tier], Dump]) -> tuple[Report, Watcher]:
     watcher = Watcher(cast(Mirror, mirror), RANK)
     report = Report("a trace", 2)
-    replay._compare(cast(Client, SimpleNamespace(dump=dump)), watcher, report)
+    observer = SimpleNamespace(dump=dump, digest=lambda: {"tiers": {"DEVICE": [0, 0], "HOST": [0, 0]}})
+    replay._compare(cast(Client, observer), watcher, report)
     return report, watcher
 
 
@@ -132,3 +133,13 @@ def test_an_empty_report_can_be_told() -> None:
     text = replay.describe(Report("a trace", 2, problems=["it broke"]))
     assert "problem   it broke" in text
     assert json.loads(Report("a trace", 2).to_json())["hit_rate"] == 0
+
+
+def test_hits_are_told_by_the_tier_they_were_found_in() -> None:
+    report = Report("a trace", 2, input_tokens=1000, matched_tokens=500, host_tokens=300, third_tokens=100)
+    assert report.hit_tokens == {"device": 200, "host": 200, "third": 100}
+    assert json.loads(report.to_json())["hit_tokens"] == report.hit_tokens
+    assert "50.0 % of the tokens in; of these 40.0 % came from the host, 20.0 % from the third tier" in replay.describe(
+        report
+    )
+    assert "third tier" not in replay.describe(Report("a trace", 2, matched_tokens=500, host_tokens=300))
