@@ -1096,6 +1096,7 @@ class Rig:
             self.model.ended(runner.session)
             self.model.reap()  # what was over by its events alone went first
             runner.session.gone.add(shard)
+            self.model.reap()  # and what is over by that, before anyone is served who waited for L3
 
         self.turn(lambda: self.index.shard_gone(runner.id, shard), then)
 
