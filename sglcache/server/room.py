@@ -10,6 +10,7 @@ so where only both together are too much it is a warning.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from collections.abc import Iterator, Sequence
@@ -234,8 +235,11 @@ class DiskRoom(NamedTuple):
         ]
 
 
-def disk(config: Config) -> DiskRoom | None:
-    """None: nothing is kept on a disk. ConfigError: the folder can't be used."""
+def disk(config: Config, *, patient: bool = True) -> DiskRoom | None:
+    """None: nothing is kept on a disk. ConfigError: the folder can't be used.
+
+    What is there is counted file by file; unless `patient`, only where it matters to the warning.
+    """
     storage = config.storage
     if storage.kind != "file" or storage.path is None:
         return None
@@ -249,18 +253,22 @@ def disk(config: Config) -> DiskRoom | None:
             path="storage.path",
             value=str(storage.path),
         )
-    used = 0
-    for place, _, names in os.walk(storage.path):
-        for name in names:
-            try:
-                used += os.lstat(os.path.join(place, name)).st_blocks * 512
-            except OSError:  # gone meanwhile
-                continue
     try:
         status = os.statvfs(there)
     except OSError as exc:
         raise ConfigError(f"storage.path = {storage.path}: {exc.strerror}", path="storage.path") from None
-    return DiskRoom(storage.path, storage.size * len(config.parallel.local()), used, status.f_bavail * status.f_frsize)
+    want, free = storage.size * len(config.parallel.local()), status.f_bavail * status.f_frsize
+    return DiskRoom(storage.path, want, _used(storage.path) if patient or want > free else 0, free)
+
+
+def _used(folder: Path) -> int:
+    """Bytes that the files below it take of their disk."""
+    used = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # gone meanwhile
+                used += os.lstat(os.path.join(place, name)).st_blocks * 512
+    return used
 
 
 def weigh(config: Config) -> Room:
@@ -332,5 +340,5 @@ def served(config: Config, there: Machine) -> Sequence[str]:
         )
     room = weigh(config)
     room.refuse(there)
-    below = disk(config)
+    below = disk(config, patient=False)
     return [*room.warnings(there), *(below.warnings if below is not None else [])]

@@ -168,6 +168,10 @@ def test_check_warns_of_a_disk_that_is_too_small(tmp_path: Path) -> None:
     found = room.disk(config)
     assert found is not None
     assert found.used >= 10_000
+    small = load(None, options(tmp_path, **{"storage.size": "1 MiB"}))
+    hasty = room.disk(small, patient=False)  # which has room enough however much is there
+    assert hasty is not None
+    assert (hasty.used, hasty.warnings) == (0, [])
     assert found._replace(want=found.used + found.free).warnings == []
     assert len(found._replace(want=found.used + found.free + 1).warnings) == 1
 
