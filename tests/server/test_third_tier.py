@@ -259,6 +259,23 @@ def test_a_clear_is_busy_while_something_is_fetched_or_stored(tmp_path: Path) ->
     assert len(files(tmp_path)) == 16
 
 
+def test_who_asked_for_a_clear_may_be_gone_when_it_is_done(tmp_path: Path) -> None:
+    """It stands behind a store that is held; who asked is killed meanwhile."""
+    writes = Gate(tmp_path / "writes", "write")
+    with daemon_over(tmp_path, prelude=writes.prelude) as daemon, daemon.client() as client:
+        with writes.held(), Puppet(daemon.socket) as puppet:
+            put(client, ONE, 7)
+            writes.wait()
+            puppet.do("client = Client(socket, role='observer')")
+            puppet.begin("client.clear('disk')")
+            until(lambda: third_of(daemon)["queued"]["clear"] == 1)
+            puppet.kill()
+        until(lambda: not any(third_of(daemon)["queued"].values()))
+        daemon.settle()
+        assert (third_of(daemon)["num_pages"], files(tmp_path)) == (0, [])
+        assert daemon.row["restarts"] == 0
+
+
 UNREADABLE = """
 from sglcache.storage.file import FileStore
 def listing(self):
