@@ -173,12 +173,15 @@ def stall(nodes: int, page_size: int, tiers: int, events: bool, policy: str, rep
 @bench.command()
 @click.option("--pool-gib", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--repeats", type=positive, default=7, show_default=True)
+@click.option(
+    "--stored-pages", type=click.IntRange(min=0), default=0, help="And with a file store that has so many, in turn."
+)
 @json_option
-def start(pool_gib: float, repeats: int, as_json: bool) -> int:
+def start(pool_gib: float, repeats: int, stored_pages: int, as_json: bool) -> int:
     """From the launch of `sglcache serve` to /health saying ok."""
     from sglcache.bench import start as benchmark
 
-    return _show("start", benchmark.run(benchmark.Options(pool_gib, repeats)), as_json)
+    return _show("start", benchmark.run(benchmark.Options(pool_gib, repeats, stored_pages)), as_json)
 
 
 @bench.command()

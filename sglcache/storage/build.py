@@ -1,9 +1,8 @@
-"""The store that the configuration asks for."""
+"""The store that the configuration asks for; of the others nothing is loaded."""
 
 from __future__ import annotations
 
 from sglcache.config import StorageConfig
-from sglcache.storage.file import FileStore
 from sglcache.storage.host import HostPages
 from sglcache.storage.page import Identity
 from sglcache.storage.store import Store
@@ -12,6 +11,8 @@ from sglcache.storage.store import Store
 def build_store(config: StorageConfig, identity: Identity, pages: HostPages, offset: int) -> Store | None:
     """For the rank of that offset, not opened yet; None: there is no third tier."""
     if config.kind == "file":
+        from sglcache.storage.file import FileStore  # and with it SQLite
+
         assert config.path is not None, config
         path = config.path / f"rank-{offset}"
         return FileStore(path, identity, pages, max_bytes=config.size, low_water=config.low_water)

@@ -181,6 +181,13 @@ def test_start_measures_real_starts() -> None:
     assert len(row["starts_s"]) == 2
 
 
+def test_start_with_a_store_finds_all_of_it() -> None:
+    row = start.run(start.Options(pool_gib=1 / 1024, repeats=1, stored_pages=300))
+    assert row["stored_pages"] == 300
+    assert row["told_median_s"] >= row["stored_median_s"] > 0
+    assert row["stored_ratio"] > 0
+
+
 def test_a_daemon_that_cannot_start_says_why() -> None:
     with pytest.raises(BenchError, match=r"pool\.page_size"), start.Daemon(["pool.page_size=0"]) as daemon:
         daemon.wait_healthy()
