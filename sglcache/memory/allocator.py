@@ -8,6 +8,7 @@ that is no multiple of a page, numbers that contradict one another.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ Ints = Tensor | npt.NDArray[Any] | Sequence[int]
 
 FREE, TAKEN, GOING = 0, 1, 2  # states of a page; GOING: named in the open group, and free when it ends
 SHOWN = 8  # slots that an error names
+MAX_LENGTH = (1 << 31) - 1  # tokens of one request: sums of these stay far from int64's end
 
 
 class TokenToKVPoolAllocator:
@@ -54,6 +56,7 @@ class TokenToKVPoolAllocator:
         which is nobody's: tokens that only fill a batch are written there, so buffers have size + page_size rows.
         `strict`: refuse a `last_loc` that can't be one, at the price of a look at it (SGLang's debug mode).
         """
+        size, page_size = as_count(size, "size"), as_count(page_size, "page_size")
         if page_size < 1 or size < page_size:
             raise BadRequest(f"{size} token slots hold no page of {page_size}", size=size, page_size=page_size)
         self.size = size
@@ -114,6 +117,7 @@ class TokenToKVPoolAllocator:
 
         BadRequest: not a multiple of the page size.
         """
+        need_size = as_count(need_size, "need_size")
         num_pages, rest = divmod(need_size, self.page_size)
         if rest or need_size < 0:
             raise BadRequest(
@@ -135,12 +139,18 @@ class TokenToKVPoolAllocator:
         """
         prefix, seq = self._ints(prefix_lens, "prefix_lens"), self._ints(seq_lens, "seq_lens")
         last, size = self._ints(last_loc, "last_loc"), self.page_size
+        extend_num_tokens = as_count(extend_num_tokens, "extend_num_tokens")
         count = len(prefix)
         if not count == len(seq) == len(last):
             raise BadRequest(f"prefix_lens, seq_lens and last_loc are of {count}, {len(seq)} and {len(last)} requests")
         had = (prefix + (size - 1)).div(size, rounding_mode="floor")  # pages that each request has
         new = (seq + (size - 1)).div(size, rounding_mode="floor") - had
-        facts = [new.sum(), (seq - prefix).sum(), ((prefix < 0) | (seq < prefix)).sum()]
+        facts = [
+            new.sum(),
+            (seq - prefix).sum(),
+            ((prefix < 0) | (seq < prefix)).sum(),
+            (seq > MAX_LENGTH).sum(),
+        ]
         if self.strict:
             facts += self._wrong_ends(prefix, seq, last)
         num_new, num_tokens, *wrong = torch.stack(facts).tolist()
@@ -151,14 +161,16 @@ class TokenToKVPoolAllocator:
             raise BadRequest(f"extend_num_tokens = {extend_num_tokens}, and the requests extend by {num_tokens}")
         if not self._fits(num_new):
             return None
-        # To a position, where its request's last page goes on; to an offset, the start of a new page.
-        table = torch.cat([last + 1 - prefix, self._take(num_new) * size])
         which, positions = spread(prefix, seq, extend_num_tokens)
         ordinals = positions.div(size, rounding_mode="floor")  # of the page in its request
         first = new.cumsum(0) - new + count - had  # where a request's page 0 would stand in `table`
         goes_on = ordinals < had[which]
         entries = torch.where(goes_on, which, first[which] + ordinals)
-        return table[entries] + torch.where(goes_on, positions, positions % size)
+        offsets = torch.where(goes_on, positions, positions % size)
+        # Nothing is taken before everything else has gone well.
+        # To a position, where its request's last page goes on; to an offset, the start of a new page.
+        table = torch.cat([last + 1 - prefix, self._take(num_new) * size])
+        return table[entries] + offsets
 
     def alloc_decode(self, seq_lens: Ints, last_loc: Ints) -> Tensor | None:
         """int64 [batch]: a slot for the last of each request's `seq_lens[i]` tokens, as `alloc_extend` by one."""
@@ -201,7 +213,7 @@ class TokenToKVPoolAllocator:
         size, end, last_page = self.page_size, 0, self._pages[:0]
         all_slots, page_lists, wrong = [], [], []
         for values, start in segments:
-            slots = self._ints(values, "slots")
+            slots, start = self._ints(values, "slots"), as_count(start, "start_pos")
             if not len(slots):
                 continue
             if start < end:
@@ -328,6 +340,7 @@ class TokenToKVPoolAllocator:
 
 _CONTRADICTIONS = (
     "have a prefix below 0, or longer than the sequence",
+    f"have a sequence of more than {MAX_LENGTH} tokens",
     "have a last_loc that does not lie in its page as the end of the prefix does",
     "would go on in a page that is nobody's, or freed in the open group",
     "would go on in another's page",
@@ -336,11 +349,24 @@ _CONTRADICTIONS = (
 
 def as_ints(values: Ints, what: str) -> Tensor:
     """int64 [n], perhaps the caller's own tensor. BadRequest: something else than integers in one dimension."""
-    tensor = torch.as_tensor(values)
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:  # by what it is that torch can't read
+        raise BadRequest(f"{what} can't be read as integers: {exc}; integers in one dimension are needed") from None
     number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
     if tensor.dim() != 1 or (len(tensor) and not number):
         raise BadRequest(f"{what} are {tensor.dtype} {list(tensor.shape)}; integers in one dimension are needed")
     return tensor.to(torch.int64)
+
+
+def as_count(value: object, what: str) -> int:
+    """A number of tokens, or a position: whatever is an integer, numpy's and torch's too. BadRequest: it is none."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        pass
+    raise BadRequest(f"{what}={value!r} is no integer", argument=what)
 
 
 def spread(starts: Tensor, stops: Tensor, total: int) -> tuple[Tensor, Tensor]:

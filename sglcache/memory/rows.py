@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglcache.errors import BadRequest, DoubleFree, extras
-from sglcache.memory.allocator import Ints, as_ints, spread
+from sglcache.memory.allocator import Ints, as_count, as_ints, spread
 
 with extras():
     import torch
@@ -133,6 +133,7 @@ class ReqToTokenPool:
             as_ints(values, what).to(self.device)
             for values, what in ((rows, "rows"), (prefix_lens, "prefix_lens"), (seq_lens, "seq_lens"))
         )
+        extend_num_tokens = as_count(extend_num_tokens, "extend_num_tokens")
         if not len(row) == len(prefix) == len(seq):
             raise BadRequest(f"rows, prefix_lens and seq_lens are of {len(row)}, {len(prefix)} and {len(seq)} requests")
         known = (row >= 1) & (row <= self.size)

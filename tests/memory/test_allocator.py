@@ -433,3 +433,56 @@ def test_slots_come_out_where_the_pool_is() -> None:
     with pytest.raises(DoubleFree):
         allocator.free(out[:1])
     assert listed(allocator.alloc(40)) == span(4, 44)
+
+
+@pytest.mark.parametrize("count", [16.0, np.float32(16), torch.tensor(16.0), "16", None, True])
+def test_what_is_no_count_is_refused_and_takes_nothing(count: Any) -> None:
+    allocator = TokenToKVPoolAllocator(1024, 16)
+    before = allocator.free_pages.tolist()
+    for refused in (
+        lambda: allocator.alloc(count),
+        lambda: allocator.alloc_extend([0], [16], [-1], count),
+        lambda: TokenToKVPoolAllocator(count),
+        lambda: TokenToKVPoolAllocator(1024, count),
+        lambda: allocator.free_segment([16], count),
+    ):
+        with pytest.raises(BadRequest, match="is no integer"):
+            refused()
+    assert (allocator.available_size(), allocator.free_pages.tolist()) == (1024, before)
+
+
+@pytest.mark.parametrize("count", [np.int32(16), np.uint64(16), torch.tensor(16)])
+def test_a_count_may_be_any_integer(count: Any) -> None:
+    allocator = TokenToKVPoolAllocator(1024, 16)
+    first, second = allocator.alloc(count), allocator.alloc_extend([0], [16], [-1], count)
+    assert first is not None
+    assert second is not None
+    assert (first.tolist(), second.tolist()) == (list(range(16, 32)), list(range(32, 48)))
+
+
+@pytest.mark.parametrize("slots", [None, [2**70], [None], "16", [[16], [17, 18]], object()])
+def test_slots_that_are_no_integers_are_refused_and_nothing_changes(slots: Any) -> None:
+    allocator = TokenToKVPoolAllocator(1024, 16)
+    allocator.alloc(32)
+    before = allocator.free_pages.tolist()
+    for refused in (
+        lambda: allocator.free(slots),
+        lambda: allocator.free_page_ids(slots),
+        lambda: allocator.free_segment(slots, 0),
+        lambda: allocator.alloc_extend(slots, [16], [-1], 16),
+        lambda: allocator.alloc_extend([0], slots, [-1], 16),
+        lambda: allocator.alloc_extend([0], [16], slots, 16),
+        lambda: allocator.alloc_decode(slots, [-1]),
+        lambda: TokenToKVPoolAllocator(16, 16, pages=[slots]),
+    ):
+        with pytest.raises(BadRequest):
+            refused()
+    assert (allocator.available_size(), allocator.free_pages.tolist()) == (992, before)
+
+
+@pytest.mark.parametrize(("prefix", "seq"), [(2**63 - 17, 2**63 - 1), (0, 2**31), (-(2**63), 2**62)])
+def test_lengths_that_overflow_are_refused_and_take_nothing(prefix: int, seq: int) -> None:
+    allocator = TokenToKVPoolAllocator(1024, 16)
+    with pytest.raises(BadRequest, match="of 1 requests 1 have a"):
+        allocator.alloc_extend([prefix], [seq], [-1], 16)
+    assert allocator.available_size() == 1024
