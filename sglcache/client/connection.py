@@ -32,10 +32,9 @@ from sglcache.errors import (
     with_article,
 )
 from sglcache.wire import control
-from sglcache.wire.control import HEADER
+from sglcache.wire.control import HEADER, MAX_FDS
 
 HELLO_TIMEOUT_S = 10.0
-MAX_FDS = 253  # the kernel's SCM_MAX_FD
 RECV_BYTES = 1 << 16
 SPIN_S = 50e-6
 MAX_RESTS = 1 << 10

@@ -23,6 +23,7 @@ import msgspec
 from sglcache.errors import Forbidden, ProtocolError, SglcacheError
 from sglcache.server import doors
 from sglcache.wire import control
+from sglcache.wire.control import MAX_FDS
 
 logger = logging.getLogger("sglcache.listener")
 
@@ -53,10 +54,15 @@ class Peer:
     def send(self, answer: control.Frame, fds: list[int]) -> None:
         """Send the one answer to a hello, on the empty and thus large enough buffer of a new socket. OSError."""
         frame = control.frame(answer)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self.sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-        if sent != len(frame):
-            raise OSError(errno.EAGAIN, f"{sent} of {len(frame)} bytes of the answer to a hello were taken")
+        # The kernel takes MAX_FDS at a time: a byte goes ahead with each lot but the last.
+        last = max(0, len(fds) - 1) // MAX_FDS
+        for i in range(last + 1):
+            part = frame[i : i + 1] if i < last else frame[i:]
+            lot = fds[i * MAX_FDS : (i + 1) * MAX_FDS]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", lot))] if lot else []
+            sent = self.sock.sendmsg([part], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            if sent != len(part):
+                raise OSError(errno.EAGAIN, f"{sent} of {len(part)} bytes of the answer to a hello were taken")
 
 
 def close_fds(fds: list[int]) -> None:

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 PROTOCOL = 4  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
+MAX_FDS = 253  # beside one byte: the kernel's SCM_MAX_FD
 
 U31 = Annotated[int, Meta(ge=0, lt=1 << 31)]
 U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -85,6 +86,7 @@ class Geometry(Frame):
 
 class Welcome(Frame):
     """The daemon's answer. Descriptors: the pools' memfds; if the role touches pages, also [load ring memfd, doorbell].
+    Of more than MAX_FDS, each MAX_FDS come beside some byte of the frame, in their order.
 
     The load ring is uint64 [num_load_slots * num_layers], written by the daemon: layer l of a load in slot s with
     generation g is readable once ring[s * num_layers + l] >= g. The doorbell eventfd is this member's own.

@@ -116,6 +116,25 @@ def test_a_welcome_tells_the_geometry_and_brings_the_pools(daemon: Daemon, ring:
             os.close(fd)
 
 
+@pytest.mark.parametrize("num_shards", [251, 252, 1024])
+def test_a_runner_gets_as_many_pools_as_there_are_shards(tmp_path: Path, num_shards: int) -> None:
+    pool = {"num_kv_heads": 1, "num_shards": num_shards, "num_layers": 1, "num_tokens": 64}
+    with Daemon(tmp_path, pool=pool, host={"num_tokens": 0}) as daemon:
+        with daemon.client() as client:
+            ids = [pool.shard for pool in client.pools]
+            assert ids == list(range(num_shards))
+            with client.acquire(range(8)) as lease:
+                for shard, views in enumerate(client.pools):
+                    views.k[0][lease.slots.tolist()] = float(shard)
+                lease.commit()
+        # Each is a pool of its own, in its place.
+        with daemon.client() as client, client.acquire(range(9)) as lease:
+            assert lease.matched_tokens == 8
+            pages = lease.slots[:2].tolist()
+            for shard, views in enumerate(client.pools):
+                assert (views.k[0][pages] == float(shard)).all()
+
+
 def test_a_hello_may_come_in_pieces_with_the_first_command_behind_it(daemon: Daemon) -> None:
     frames = hello("observer") + control.frame(control.Ping(7))
     with dialled(daemon) as sock:
