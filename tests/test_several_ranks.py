@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sglcache import Client
+from sglcache import Client, Worker
+from sglcache.errors import BadRequest
 from sglcache.testing.daemon import Daemon, until
 
 TOKENS = list(range(64))
@@ -104,6 +106,52 @@ def test_a_client_finds_its_rank_by_the_same_rule(whole: Daemon, monkeypatch: py
     for offset, rank in enumerate(((0, 0), (1, 0), (0, 1), (1, 1))):
         with Client(rank=rank, dp_size=2, role="observer") as client:
             assert client.status()["rank"] == offset
+
+
+@pytest.mark.parametrize(
+    ("rank", "dp_size", "there"),
+    [((0, 1), None, "dp 1, pp 0"), ((0, 1), 1, "dp 1, pp 0"), ((0, 0), 4, "dp 0, pp 0"), ((3, 0), None, "dp 1, pp 1")],
+)
+@pytest.mark.parametrize("role", ["runner", "scheduler", "observer"])
+def test_another_rank_than_the_one_asked_for_is_refused_by_both_names(
+    whole: Daemon,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: tuple[int, int],
+    dp_size: int | None,
+    there: str,
+    role: str,
+) -> None:
+    monkeypatch.setenv("SGLCACHE_SOCKET", str(whole.socket))
+    asked = f"dp {rank[0]}, pp {rank[1]}"
+    with pytest.raises(BadRequest, match=rf"rank \({asked}\).* is rank \({there}\) of dp_size 2, pp_size 2") as caught:
+        Client(rank=rank, dp_size=dp_size, role=role)
+    assert caught.value.facts["dp_size"] == 2
+    assert not [each for offset in range(4) for each in whole.rank(offset).status()["sessions"] if not each["ended"]]
+
+
+@pytest.mark.parametrize(
+    ("rank", "dp_size"), [((-1, 1), 2), ((2, 0), 2), ((0, -1), 2), ((0, 0), 0), ((0,), 2), (("0", 0), 2), ((0, 0), 2.0)]
+)
+def test_a_rank_that_there_cannot_be_is_refused(
+    whole: Daemon, monkeypatch: pytest.MonkeyPatch, rank: Any, dp_size: Any
+) -> None:
+    monkeypatch.setenv("SGLCACHE_SOCKET", str(whole.socket))
+    with pytest.raises(BadRequest) as caught:
+        Client(rank=rank, dp_size=dp_size)
+    assert caught.value.facts["argument"] == "rank"
+    with pytest.raises(BadRequest):
+        Worker(b"x" * 16, 0, rank=rank, dp_size=dp_size)
+
+
+def test_a_rank_is_held_to_its_name_where_its_socket_is_named_too(whole: Daemon) -> None:
+    third = whole.rank(2).socket
+    with Client(third, (0, 1)) as client, Client(third) as other, Client(third, (0, 1), dp_size=2) as both:
+        assert client.rank == other.rank == both.rank == (0, 1)
+    with Client(third, role="scheduler") as scheduler:
+        with Worker(scheduler.token, 0, third, (0, 1)) as worker:
+            assert worker.rank == (0, 1)
+        with pytest.raises(BadRequest, match="is rank"):
+            Client(third, (1, 0))
 
 
 def test_clear_drops_on_all_ranks_or_on_one_and_a_busy_one_keeps_nobody_else_from_it(whole: Daemon) -> None:

@@ -128,12 +128,21 @@ class Dump(NamedTuple):
 class Member:
     """What a client and a worker have in common: a connection, and pools where the role has them."""
 
-    def __init__(self, path: Path, hello: control.Hello, ring: EventRing | None) -> None:
+    def __init__(
+        self,
+        socket: str | os.PathLike[str] | None,
+        rank: tuple[int, int] | None,
+        dp_size: int | None,
+        hello: control.Hello,
+        ring: EventRing | None,
+    ) -> None:
         self._ring = ring
         self._loads: LoadRingReader | None = None
         self._pools: list[KVViews] | None = None
         fds = [ring.fd, ring.doorbell] if ring is not None else []
         try:
+            offset = _offset(rank, dp_size)
+            path = Path(socket) if socket is not None else paths.socket_path(offset)
             self._connection = Connection(path, hello, fds)
         except BaseException:
             if ring is not None:
@@ -145,7 +154,10 @@ class Member:
         self.epoch = welcome.epoch
         """The life of the daemon: another one is another cache."""
         self.version = welcome.version
+        self.rank = (welcome.dp_rank, welcome.pp_rank)
+        """(dp_rank, pp_rank): whose pages these are."""
         try:
+            _check_rank(welcome, rank, dp_size, path)
             self.geometry = Geometry.from_wire(welcome.geometry)
             if ring is not None:
                 fd, doorbell = self._take(len(welcome.pools)), self._take(len(welcome.pools))
@@ -267,25 +279,27 @@ class Client(Member):
     def __init__(
         self,
         socket: str | os.PathLike[str] | None = None,
-        rank: tuple[int, int] = (0, 0),
+        rank: tuple[int, int] | None = None,
         role: str = "runner",
         name: str | None = None,
         *,
-        dp_size: int = 1,
+        dp_size: int | None = None,
         ring: EventRing | None = None,
     ) -> None:
         """Attach to the daemon at `socket`, by default where `sglcache serve` of this user puts it.
 
-        `rank` is (dp_rank, pp_rank) and picks the socket where none is named; `name` is for people. `ring` brings a
-        runner's own events. Unavailable: there is no daemon.
+        `rank` is (dp_rank, pp_rank) and picks the socket where none is named, None the first; of a second or later
+        stage (pp_rank) the daemon's `dp_size` is needed for that, unless it is 1. `name` is for people. `ring` brings
+        a runner's own events. Unavailable: there is no daemon. BadRequest: it is another rank than `rank`, or one of
+        another dp_size.
         """
         if role == "runner":
             ring = ring or EventRing(NUM_EVENTS)
         elif role == "worker":
             raise BadRequest("a worker joins a scheduler's session: use Worker(token, shard)")
-        path = Path(socket) if socket is not None else paths.socket_path(rank[1] * dp_size + rank[0])
         num_events = ring.num_events if ring is not None else 0
-        super().__init__(path, control.Hello(control.PROTOCOL, _name(name), role, num_events=num_events), ring)
+        hello = control.Hello(control.PROTOCOL, _name(name), role, num_events=num_events)
+        super().__init__(socket, rank, dp_size, hello, ring)
         self.token = self._welcome.session
         """What a scheduler's workers attach with."""
         self.has_workers = role == "scheduler"
@@ -559,17 +573,19 @@ class Worker(Member):
         token: bytes,
         shard: int,
         socket: str | os.PathLike[str] | None = None,
-        rank: tuple[int, int] = (0, 0),
+        rank: tuple[int, int] | None = None,
         name: str | None = None,
         *,
-        dp_size: int = 1,
+        dp_size: int | None = None,
         ring: EventRing | None = None,
     ) -> None:
-        """Join the session of `Client(role="scheduler").token` as its `shard`. UnknownSession, SessionEnded."""
+        """Join the session of `Client(role="scheduler").token` as its `shard`; `rank` as there.
+
+        UnknownSession: that session is none of this rank's. SessionEnded.
+        """
         ring = ring or EventRing(NUM_EVENTS)
-        path = Path(socket) if socket is not None else paths.socket_path(rank[1] * dp_size + rank[0])
         hello = control.Hello(control.PROTOCOL, _name(name), "worker", token, shard, ring.num_events)
-        super().__init__(path, hello, ring)
+        super().__init__(socket, rank, dp_size, hello, ring)
         self.shard = shard
 
     def record(self, ticket: int | None = None, event: Event | None = None) -> Event:
@@ -588,6 +604,43 @@ class Worker(Member):
             if ticket is not None:
                 self._connection.send(control.Recorded(ticket, event.event, event.generation))
         return event
+
+
+def _offset(rank: tuple[int, int] | None, dp_size: int | None) -> int:
+    """Of the rank that is wanted, as the daemon counts them. BadRequest: there can be no such rank."""
+    if rank is None and dp_size is None:
+        return 0
+    wanted = (0, 0) if rank is None else rank
+    parts: tuple[object, ...] = (*wanted, dp_size) if isinstance(wanted, tuple | list) else ()
+    good = all(isinstance(part, int) and not isinstance(part, bool) for part in parts if part is not None)
+    if len(parts) != 3 or not good or None in wanted:
+        raise BadRequest(f"rank={rank!r}, dp_size={dp_size!r}: rank is (dp_rank, pp_rank), integers", argument="rank")
+    dp_rank, pp_rank = wanted
+    if dp_rank < 0 or pp_rank < 0 or (dp_size is not None and not dp_rank < dp_size):
+        size = "" if dp_size is None else f" with dp_size={dp_size}"
+        raise BadRequest(
+            f"there is no rank (dp {dp_rank}, pp {pp_rank}){size}: dp_rank is 0..dp_size - 1, pp_rank 0..pp_size - 1",
+            argument="rank",
+        )
+    return pp_rank * (1 if dp_size is None else dp_size) + dp_rank
+
+
+def _check_rank(welcome: control.Welcome, rank: tuple[int, int] | None, dp_size: int | None, path: Path) -> None:
+    """BadRequest: the rank that answered is not the one that was asked for."""
+    there = (welcome.dp_rank, welcome.pp_rank)
+    if (rank is None or tuple(rank) == there) and dp_size in (None, welcome.dp_size):
+        return
+    dp_rank, pp_rank = (0, 0) if rank is None else rank
+    raise BadRequest(
+        f"rank (dp {dp_rank}, pp {pp_rank}){'' if dp_size is None else f' of dp_size {dp_size}'} was asked for, and at "
+        f"{path} is rank (dp {there[0]}, pp {there[1]}) of dp_size {welcome.dp_size}, pp_size {welcome.pp_size}; give "
+        f"dp_size={welcome.dp_size} and a rank within these, or that rank's own socket",
+        argument="rank",
+        wanted=[dp_rank, pp_rank],
+        there=list(there),
+        dp_size=welcome.dp_size,
+        pp_size=welcome.pp_size,
+    )
 
 
 def _peeked(answer: control.Done) -> Peeked:

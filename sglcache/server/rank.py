@@ -475,7 +475,17 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             announce_every_s=events.announce_every_s if events.enabled else 0.0,
             third=below,
         )
-        offer = Offer(numbers.first, VERSION, shape.to_wire(), [pool.fd for pool in device.shards], shape.pool_bytes)
+        offer = Offer(
+            numbers.first,
+            VERSION,
+            shape.to_wire(),
+            [pool.fd for pool in device.shards],
+            shape.pool_bytes,
+            seat.dp_rank,
+            seat.pp_rank,
+            config.parallel.dp_size,
+            config.parallel.pp_size,
+        )
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest)
         listener = Listener(loop, rank.socket, sessions.welcome)
         filler = None

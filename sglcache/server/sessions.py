@@ -68,6 +68,10 @@ class Offer(NamedTuple):
     geometry: control.Geometry
     pool_fds: list[int]  # one per shard
     pool_bytes: int
+    dp_rank: int
+    pp_rank: int
+    dp_size: int
+    pp_size: int
 
 
 class Session:
@@ -508,6 +512,10 @@ class Sessions:
                 offer.geometry,
                 pools,
                 self.load_ring.num_slots,
+                offer.dp_rank,
+                offer.pp_rank,
+                offer.dp_size,
+                offer.pp_size,
             ),
             fds,
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 4  # raised when an old peer would misread a new one
+PROTOCOL = 5  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 MAX_FDS = 253  # beside one byte: the kernel's SCM_MAX_FD
@@ -99,6 +99,10 @@ class Welcome(Frame):
     geometry: Geometry
     pools: list[PoolHandle]
     num_load_slots: int
+    dp_rank: U31  # whose pages these are, so that a client knows that they are those it wants
+    pp_rank: U31
+    dp_size: U31
+    pp_size: U31
 
 
 class Refusal(Frame):
