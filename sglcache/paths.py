@@ -10,6 +10,7 @@ The supervisor answers HTTP beside the socket of the first rank that it runs: th
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -94,15 +95,28 @@ def check_length(path: Path) -> None:
 
 
 def lock(path: Path) -> int:
-    """Hold `path`, by a lock on a file beside it, for as long as the descriptor is open or this process lives.
+    """Hold `path`, by a lock on a file beside it, until `unlock` of the descriptor, or this process's end.
 
     BlockingIOError: another process holds it. No try-and-see, whose answer is old when it comes: the kernel gives the
-    lock up with its holder. The file itself stays, for to remove it would let two hold it.
+    lock up with its holder. Of one that died the file stays, and is held by the next.
     """
-    held = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
+    name = f"{path}.lock"
+    while True:
+        held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its holder may have removed it since it was opened: then it is no longer what others would lock.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(held), os.stat(name)):
+                    return held
+        except BaseException:
+            os.close(held)
+            raise
         os.close(held)
-        raise
-    return held
+
+
+def unlock(path: Path, held: int) -> None:
+    """Let go of `path`, and leave no file behind. It goes before the lock does, so nobody else's can be removed."""
+    with contextlib.suppress(OSError):
+        os.unlink(f"{path}.lock")
+    os.close(held)

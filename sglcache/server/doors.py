@@ -74,7 +74,7 @@ def unix(path: Path, key: str) -> tuple[socket.socket, int]:
                 sock.close()
                 raise
         except BaseException:
-            os.close(lock)
+            paths.unlock(path, lock)
             raise
     except OSError as exc:
         raise ConfigError(f"the control socket {path} can't be made: {exc}", path=key) from exc
@@ -86,7 +86,7 @@ def close(sock: socket.socket, path: Path, lock: int) -> None:
     sock.close()
     with contextlib.suppress(OSError):
         os.unlink(path)
-    os.close(lock)  # last: until here nobody else can have bound the path
+    paths.unlock(path, lock)  # last: until here nobody else can have bound the path
 
 
 def _claim(path: Path, key: str) -> int:
@@ -104,6 +104,6 @@ def _claim(path: Path, key: str) -> int:
     except FileNotFoundError:
         pass
     except BaseException:
-        os.close(lock)
+        paths.unlock(path, lock)
         raise
     return lock

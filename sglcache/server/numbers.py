@@ -47,7 +47,7 @@ class Numbers:
         """Let another process count in this file. Idempotent."""
         held, self._held = self._held, -1
         if held >= 0:
-            os.close(held)
+            paths.unlock(self.path, held)
 
     def low(self, next_seq: int) -> bool:
         """Whether half of what was bought is gone: then call `reserve`, from any thread; it waits for the disk."""

@@ -90,6 +90,13 @@ def test_a_second_daemon_is_refused_and_a_dead_ones_socket_replaced(tmp_path: Pa
         second.status()
 
 
+def test_a_drained_daemon_leaves_no_lock_behind(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon:
+        daemon.status()
+    assert not list(tmp_path.glob("*.lock"))
+    assert not list(tmp_path.glob("*.sock*"))
+
+
 def test_what_is_no_socket_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "rank-0.sock").write_text("precious")
     with pytest.raises(DaemonError, match="is no socket"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -33,8 +34,29 @@ def test_a_lock_is_one_holders_until_it_lets_go(tmp_path: Path) -> None:
     held = paths.lock(tmp_path / "a")
     with pytest.raises(BlockingIOError):
         paths.lock(tmp_path / "a")
-    os.close(held)
-    os.close(paths.lock(tmp_path / "a"))
+    os.close(held)  # as by its death: the file stays
+    held = paths.lock(tmp_path / "a")
+    paths.unlock(tmp_path / "a", held)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_file_that_its_holder_removed_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock = tmp_path / "a", fcntl.flock
+    leaving = [paths.lock(path)]
+
+    def late(fd: int, how: int) -> None:
+        if leaving:  # it had been opened by then
+            paths.unlock(path, leaving.pop())
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    held = paths.lock(path)
+    assert os.path.samestat(os.fstat(held), os.stat(f"{path}.lock"))
+    with pytest.raises(BlockingIOError):
+        paths.lock(path)
+    paths.unlock(path, held)
 
 
 def test_the_runtime_folder_comes_first_and_a_private_one_of_the_users_else() -> None:
