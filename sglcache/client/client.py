@@ -293,12 +293,13 @@ class Client(Member):
         a runner's own events. Unavailable: there is no daemon. BadRequest: it is another rank than `rank`, or one of
         another dp_size.
         """
+        name = _name(name)
         if role == "runner":
             ring = ring or EventRing(NUM_EVENTS)
         elif role == "worker":
             raise BadRequest("a worker joins a scheduler's session: use Worker(token, shard)")
         num_events = ring.num_events if ring is not None else 0
-        hello = control.Hello(control.PROTOCOL, _name(name), role, num_events=num_events)
+        hello = control.Hello(control.PROTOCOL, name, role, num_events=num_events)
         super().__init__(socket, rank, dp_size, hello, ring)
         self.token = self._welcome.session
         """What a scheduler's workers attach with."""
@@ -337,7 +338,7 @@ class Client(Member):
 
     def extend_begin(self, batch: Iterable[Extension | tuple[Any, ...]]) -> Pending[list[SglcacheError | None]]:
         """As `extend`, without waiting."""
-        return self._send_extend([Extension(*each) for each in batch], _errors)
+        return self._send_extend([_extension(each) for each in batch], _errors)
 
     def record(self) -> Event:
         """This moment, to be named by a later command: what was written so far is behind it, and nothing after.
@@ -434,6 +435,7 @@ class Client(Member):
 
     def unpin(self, owner: str) -> int:
         """Let go of all that this client pinned in the name of `owner`; its pages. Of nothing is no error."""
+        _checked({"owner": owner})
         with self._connection.lock:
             return int(self._call(control.Unpin(self._connection.number(), owner))["pages"])
 
@@ -549,6 +551,8 @@ class Client(Member):
     def _send_extend(self, batch: list[Extension], finish: Callable[[control.Extended], T]) -> Pending[T]:
         items = []
         for lease, tokens, reserve, upto in batch:
+            if not isinstance(lease, Lease) or not lease.is_of(self):
+                raise BadRequest(f"{lease!r} is no lease of this client's, so it can't extend it", argument="batch")
             checked = _checked({"reserve": reserve, "upto": upto}) if reserve != 0 or upto is not None else _NO_ROOM
             items.append(control.Extension(lease.id, pack(tokens), **checked))
         if len(items) > control.MAX_EXTENSIONS:
@@ -583,8 +587,9 @@ class Worker(Member):
 
         UnknownSession: that session is none of this rank's. SessionEnded.
         """
+        name = _name(name)
         ring = ring or EventRing(NUM_EVENTS)
-        hello = control.Hello(control.PROTOCOL, _name(name), "worker", token, shard, ring.num_events)
+        hello = control.Hello(control.PROTOCOL, name, "worker", token, shard, ring.num_events)
         super().__init__(socket, rank, dp_size, hello, ring)
         self.shard = shard
 
@@ -643,6 +648,16 @@ def _check_rank(welcome: control.Welcome, rank: tuple[int, int] | None, dp_size:
     )
 
 
+def _extension(each: object) -> Extension:
+    try:
+        return Extension(*each)  # type: ignore[misc]
+    except TypeError as exc:
+        raise BadRequest(
+            f"{each!r} in a batch: (lease, tokens, reserve, upto) is needed, all but the lease optional",
+            argument="batch",
+        ) from exc
+
+
 def _peeked(answer: control.Done) -> Peeked:
     return Peeked(answer.facts["device_tokens"], answer.facts["matched_tokens"])
 
@@ -677,7 +692,10 @@ _TEXTS = {
     "owner": control.MAX_NAME,
     "prefetch": control.MAX_NAME,
     "policy": control.MAX_NAME,
+    "tier": control.MAX_NAME,
+    "name": control.MAX_NAME,
 }
+_CHOICES = {"prefetch": control.PREFETCH_POLICIES, "policy": control.PREFETCH_POLICIES}
 _NEEDED = frozenset(("reserve", "priority", "owner"))  # None is no value of these
 _NO_ROOM: dict[str, Any] = {"reserve": 0, "upto": None}
 
@@ -696,6 +714,10 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
             if not isinstance(value, str) or len(value) > most:
                 what = f"{len(value)} characters" if isinstance(value, str) else f"{value!r}, no text"
                 raise BadRequest(f"{name} of {what}: at most {most} characters", argument=name)
+            if not value.isascii():
+                _check_text(name, value)
+            if (choices := _CHOICES.get(name)) is not None and value not in choices:
+                raise BadRequest(f"{name}={value!r} is unknown; use {', '.join(choices)}, or None", argument=name)
             checked[name] = value
         else:
             least = -control.MAX_COUNT if name == "priority" else 0
@@ -707,6 +729,13 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
                 raise BadRequest(f"{name}={value!r}: an integer of {least} to {control.MAX_COUNT}", argument=name)
             checked[name] = count
     return checked
+
+
+def _check_text(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as exc:
+        raise BadRequest(f"{name}={value!a} is no text: {exc.reason} at character {exc.start}", argument=name) from None
 
 
 def _seconds(name: str, value: object) -> float | None:
@@ -726,11 +755,16 @@ def _check_event(event: Event | None) -> None:
 
 
 def _name(name: str | None) -> str:
-    return name if name is not None else Path(sys.argv[0] or "python").name
+    if name is not None:
+        return str(_checked({"name": name})["name"])
+    called = Path(sys.argv[0] or "python").name  # its bytes need not be text
+    return called.encode(errors="backslashreplace").decode()[: control.MAX_NAME]
 
 
 def _tier(tier: Tier | str | None) -> str | None:
-    return tier.name if isinstance(tier, Tier) else tier.upper() if tier is not None else None
+    if tier is None or isinstance(tier, Tier):
+        return None if tier is None else tier.name
+    return str(_checked({"tier": tier})["tier"]).upper()
 
 
 __all__ = [

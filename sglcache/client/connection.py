@@ -171,11 +171,7 @@ class Connection:
         """Send without waiting for an answer. With the lock held. BadRequest: it is larger than a frame may be."""
         payload = _encode(command)
         if len(payload) > control.MAX_FRAME:
-            raise BadRequest(
-                f"{with_article(type(command).__name__)} of {len(payload)} bytes: a frame has at most "
-                f"{control.MAX_FRAME}",
-                num_bytes=len(payload),
-            )
+            raise _too_large(command, len(payload))
         self._write(len(payload).to_bytes(HEADER, "big") + payload)
 
     def begin(self, command: Request, pending: Pending[T]) -> Pending[T]:
@@ -456,6 +452,28 @@ def _connect(path: Path) -> sockets.socket:
             "or name its socket in SGLCACHE_SOCKET"
         ) from None
     return sock
+
+
+def _too_large(command: control.Frame, num_bytes: int) -> BadRequest:
+    """Of a command that no frame can hold: by how many tokens, and what would do instead."""
+    what = with_article(type(command).__name__)
+    if isinstance(command, control.Extend):
+        remedy = "extend by several commands, of fewer leases or tokens each"
+        sizes = [len(item.tokens) for item in command.items]
+    else:
+        remedy = "send fewer"
+        if isinstance(command, control.Acquire):
+            remedy = "acquire by the first ones, and extend the lease by the others"
+        sizes = [len(getattr(command, "tokens", b"") or b"")]
+    num_tokens = sum(sizes) // 4
+    most = max(0, (control.MAX_FRAME - (num_bytes - sum(sizes))) // 4)
+    return BadRequest(
+        f"{what} of {num_tokens} tokens: at most {most} fit a frame of {control.MAX_FRAME} bytes with the rest of it; "
+        f"{remedy}",
+        num_bytes=num_bytes,
+        num_tokens=num_tokens,
+        max_tokens=most,
+    )
 
 
 def _close_all(fds: list[int]) -> None:

@@ -74,6 +74,10 @@ class Lease:
         num_tokens = sum(map(len, self._parts)) // 4
         return f"Lease({self.id}, {num_tokens} tokens, {self.matched_tokens} matched{state})"
 
+    def is_of(self, client: Client) -> bool:
+        """Whether that client acquired it: another's number may mean another lease."""
+        return self._client is client
+
     # -- more pages ---------------------------------------------------------------------------------------
 
     def wait_loaded(self, layer: int | None = None) -> None:

@@ -120,6 +120,8 @@ class Member(Connection):
             namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
         third = self.owner.third
         fetch = None
+        if c.prefetch is not None:
+            _check_policy(c.prefetch)
         if third is not None:
             fetch = third.until(c.prefetch, c.prefetch_timeout_s, len(c.tokens) >> 2, self.owner.loop.time())
         grant = self.index.acquire(
@@ -143,6 +145,8 @@ class Member(Connection):
     def prefetch(self, c: control.Prefetch) -> None:
         namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
         third, until = self.owner.third, None
+        if c.policy is not None:
+            _check_policy(c.policy)
         if third is not None:
             until = third.until(c.policy, c.timeout_s, len(c.tokens) >> 2, self.owner.loop.time())
         if until is None:  # nobody is to be asked
@@ -779,6 +783,15 @@ def _check_hello(peer: Peer, hello: control.Hello, num_shards: int) -> None:
     need = 2 if hello.role in (RUNNER, WORKER) else 0
     if len(peer.fds) != need:
         raise ProtocolError(f"{with_article(hello.role)} sends {need} descriptors, not {len(peer.fds)}", need=need)
+
+
+def _check_policy(name: str) -> None:
+    """BadRequest: no such policy, whether there is a third tier or not: it may be there tomorrow."""
+    if name not in control.PREFETCH_POLICIES:
+        raise BadRequest(
+            f"prefetch {name!r} is unknown; use {', '.join(control.PREFETCH_POLICIES)}; None is as configured",
+            prefetch=name,
+        )
 
 
 def _tier(name: str) -> Tier:

@@ -17,7 +17,7 @@ from sglcache.config import Config
 from sglcache.core.effects import Cancel, Fetch, Probe, Store
 from sglcache.core.l3 import L3Config
 from sglcache.core.slots import SLOT_BYTES
-from sglcache.errors import BadRequest, Busy, ClosedError
+from sglcache.errors import Busy, ClosedError
 from sglcache.memory.geometry import Geometry, moves
 from sglcache.memory.pools import HostPools
 from sglcache.storage.build import build_store
@@ -36,7 +36,6 @@ CLOSE_S = 8.0  # of which Mooncake takes 2
 CLEARING = 1 << 62  # tickets from here on are ours: of clears
 FOR_EVER = float("inf")
 STUCK_S = 2.0  # a store that has not answered for so long is not asked for more
-POLICIES = ("best_effort", "timeout", "wait_complete")
 
 
 def config_of(config: Config, geometry: Geometry) -> L3Config | None:
@@ -256,22 +255,19 @@ class ThirdTier:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def until(self, policy: str | None, timeout_s: float | None, num_tokens: int, now: float) -> float | None:
-        """Till when an acquire of so many tokens waits, as `Index.acquire` takes it. BadRequest: no such policy."""
+        """Till when an acquire of so many tokens waits, as `Index.acquire` takes it. `policy` is one that there is."""
         config = self.config
-        policy = policy or config.prefetch_policy
+        policy = config.prefetch_policy if policy is None else policy
         if policy == "none":
             return None
-        if policy in POLICIES and self.stuck_s(now) > STUCK_S:
+        if self.stuck_s(now) > STUCK_S:
             self.num_spared += 1
             return None
         if policy == "best_effort":
             return 0.0
         if policy == "wait_complete":
             return FOR_EVER
-        if policy != "timeout":
-            raise BadRequest(
-                f"prefetch {policy!r} is unknown; use none, best_effort, wait_complete or timeout", prefetch=policy
-            )
+        assert policy == "timeout", policy
         if timeout_s is None:
             timeout_s = config.prefetch_timeout_s + config.prefetch_timeout_per_ki_token_s * num_tokens / 1024
         return now + timeout_s

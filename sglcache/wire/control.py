@@ -24,6 +24,7 @@ MAX_COUNT = (1 << 31) - 1
 MAX_NAME = 256  # characters
 MAX_SALT = 4096
 MAX_TTL_S = 86400.0
+PREFETCH_POLICIES = ("none", "best_effort", "timeout", "wait_complete")
 MAX_EXTENSIONS = 1024  # leases of one Extend: about 2 ms of the daemon's time
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT)]
@@ -129,7 +130,7 @@ class Acquire(Frame):
     reserve: U31 = 0  # room for this many tokens more
     exact: U31 | None = None  # match this many tokens, a multiple of the page size, or answer `Changed`
     room: U31 | None = None  # pages for the match and this many tokens beyond it; None: for all, and `reserve`
-    prefetch: Name | None = None  # none, best_effort, timeout or wait_complete; None: as the daemon is configured
+    prefetch: Name | None = None  # one of PREFETCH_POLICIES; None: as the daemon is configured
     prefetch_timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # instead of the daemon's
 
 

@@ -419,6 +419,14 @@ def test_the_socket_is_found_by_the_rule(daemon: Daemon, monkeypatch: pytest.Mon
         ("reserve", None),
         ("limit", True),
         ("limit", "5"),
+        ("lora", "\ud800"),
+        ("extra_key", "a\udfffb"),
+        ("cache_salt", "\ud800"),
+        ("session_id", "\ud800"),
+        ("tenant", "\ud800"),
+        ("prefetch", "\ud800"),
+        ("prefetch", "wait_complet"),
+        ("prefetch", ""),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_and_costs_nothing(client: Client, argument: str, value: object) -> None:
@@ -440,6 +448,69 @@ def test_wrong_arguments_of_a_lease_cost_nothing_and_numpys_integers_are_integer
         with pytest.raises(BadRequest):
             wrong()
     assert lease.commit(np.int32(3)).committed_tokens == 0
+    lease.release()
+
+
+def test_texts_of_all_commands_are_checked_by_name_and_any_text_is_taken(daemon: Daemon, client: Client) -> None:
+    for argument, wrong in (
+        ("owner", lambda: client.pin([1, 2, 3], "\ud800", 1.0)),
+        ("owner", lambda: client.unpin("\ud800")),
+        ("owner", lambda: client.unpin(None)),  # type: ignore[arg-type]
+        ("lora", lambda: client.peek([1], lora="\ud800")),
+        ("tier", lambda: client.clear("\ud800")),
+        ("tier", lambda: client.dump(5)),  # type: ignore[arg-type]
+        ("policy", lambda: client.prefetch([1], policy="wait_complet")),
+        ("name", lambda: daemon.client(name="\ud800")),
+        ("name", lambda: daemon.client(name="x" * 257)),
+        ("name", lambda: daemon.worker(b"", 0, name="\ud800")),
+    ):
+        with pytest.raises(BadRequest, match=argument):
+            wrong()
+    client.acquire([1, 2, 3], lora="größe", extra_key="\U0001f600", cache_salt="\x00").release()
+    client.ping()
+
+
+def test_a_program_whose_name_is_no_text_attaches(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/\udcff" + "x" * 300])
+    with daemon.client() as client:
+        client.ping()
+
+
+def test_what_is_no_lease_of_this_client_is_extended_by_nobody(daemon: Daemon, client: Client) -> None:
+    mine = client.acquire([1, 2, 3])
+    with daemon.client() as other:
+        theirs = other.acquire([1, 2, 3])
+        for batch in (
+            [(None,)],
+            [(mine, [4]), (theirs, [4])],
+            [()],
+            [None],
+            [(mine, [4], 0, None, 5)],
+            [(mine.id, [4])],
+        ):
+            with pytest.raises(BadRequest) as caught:
+                client.extend(batch)  # type: ignore[arg-type]
+            assert caught.value.facts["argument"] == "batch"
+        theirs.release()
+    assert mine.tokens.tolist() == [1, 2, 3]
+    assert client.extend([(mine, [4])]) == [None]
+    mine.release()
+
+
+def test_what_is_too_much_for_a_frame_says_how_many_tokens_fit(client: Client) -> None:
+    tokens = bytes(4 * 4_200_000)
+    lease = client.acquire([1])
+    for begin, remedy in (
+        (lambda count: client.acquire_begin(tokens[: 4 * count], lora="x" * 100), "extend the lease by the others"),
+        (lambda count: client.peek_begin(tokens[: 4 * count]), "send fewer"),
+        (lambda count: client.extend_begin([(lease, tokens[: 4 * count])]), "several commands"),
+    ):
+        with pytest.raises(BadRequest, match=f"of 4200000 tokens: at most [0-9]+ fit.*{remedy}") as caught:
+            begin(4_200_000)
+        most = caught.value.facts["max_tokens"]
+        with pytest.raises(BadRequest, match=f"of {most + 1} tokens: at most {most} fit"):
+            begin(most + 1)
+    assert client.peek(tokens[: 4 * most]).matched_tokens == 0
     lease.release()
 
 

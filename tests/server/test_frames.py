@@ -283,3 +283,18 @@ def test_a_daemon_that_went_away_is_unavailable(folder: Any) -> None:
     client.close()
     with pytest.raises(Unavailable, match="sglcache serve"):
         daemon.client()
+
+
+@pytest.mark.parametrize("policy", ["wait_complet", "", "NONE"])
+def test_an_unknown_prefetch_is_refused_where_there_is_no_third_tier_either(client: Client, policy: str) -> None:
+    tokens = struct.pack("<3I", 1, 2, 3)
+    with client._connection.lock:
+        acquire, prefetch = client._connection.number(), client._connection.number()
+    for command in (
+        control.Acquire(acquire, tokens, prefetch=policy),
+        control.Prefetch(prefetch, tokens, policy=policy),
+    ):
+        with pytest.raises(BadRequest, match="none, best_effort, timeout, wait_complete"):
+            ask(client, command)
+    client.acquire([1, 2, 3], prefetch="wait_complete").release()
+    assert client.prefetch([1, 2, 3], policy="none").fetched_tokens == 0
