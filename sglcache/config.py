@@ -11,7 +11,9 @@ This file is apart from `server/` because the core's and the pools' shapes are d
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import stat
 import string
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ from sglcache.errors import ConfigError
 
 MAX_PAGES = 2**31 - 1  # a slot is an int32
 MAX_RANKS = 4096
+MAX_FILE = 16 << 20  # bytes of a configuration's file
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -42,7 +45,7 @@ def _endpoint(value: str) -> str:
     """`tcp://HOST:PORT` (IPv6 in brackets; `*` binds every interface; port 0: the system's choice) or `ipc://PATH`."""
     if value.startswith("ipc://") and len(value) > len("ipc://"):
         return value
-    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5})", value)
+    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):([0-9]{1,5})", value)
     if match is None or int(match[2]) > 65535:
         raise ValueError("write tcp://HOST:PORT with a port of 0 to 65535 (an IPv6 host in brackets), or ipc://PATH")
     return value
@@ -67,12 +70,29 @@ def _http_url(value: str) -> str:
     return value.rstrip("/")
 
 
+def _host(value: str) -> str:
+    """An address or a host's name, as far as it can be told without asking for it."""
+    try:
+        value.encode("idna")  # as it will be looked up
+    except UnicodeError:
+        raise ValueError("write an address, or a name whose parts between the dots have 1 to 63 characters") from None
+    if re.search(r"[\s\0/\[\]]", value):
+        raise ValueError("write an address, without brackets or a port, or a name")
+    return value
+
+
 def _path(value: object) -> object:
     if value is None or isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value:
         raise ValueError("write a path as text")
-    return Path(value).expanduser()
+    if "\0" in value:
+        raise ValueError("a path has no zero byte in it; write it without")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:  # no such user, or we have no home: no HOME, and no entry in passwd
+        user = value.partition("/")[0]
+        raise ValueError(f"nobody knows where {user} is; write the whole path, without ~, or set HOME") from None
 
 
 UNITS = {
@@ -90,11 +110,14 @@ def parse_size(value: object) -> int:
     example = 'such as "8 GiB" (1024 * 1024 * 1024 each) or "512 MB" (1000 * 1000 each)'
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f'write a size with its unit, {example}; bytes are "{value} B"')
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
     by_name = {name.lower(): factor for name, factor in UNITS.items()}
     if match is None or match[2].lower() not in by_name:
         raise ValueError(f"write a number and a unit of {', '.join(UNITS)}, {example}")
-    return int(Decimal(match[1]) * by_name[match[2].lower()])
+    exact = Decimal(match[1]) * by_name[match[2].lower()]
+    if 0 < exact < 1:
+        raise ValueError('that is less than a byte; "0 B" is none')
+    return int(exact)
 
 
 def size_text(num_bytes: int) -> str:
@@ -106,6 +129,7 @@ def size_text(num_bytes: int) -> str:
 
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(size_text, return_type=str)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
+Host = Annotated[str, AfterValidator(_host)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
 
@@ -516,7 +540,7 @@ class HttpConfig(Section):
     enabled: bool = Field(
         default=True, description="false: no port; the pages are then on a unix socket only, where the CLI asks."
     )
-    host: str = Field(
+    host: Host = Field(
         default="127.0.0.1",
         min_length=1,
         description="The address to bind; 0.0.0.0 for every one of IPv4, :: for those of IPv6 as well.",
@@ -759,9 +783,9 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     sources: dict[str, str] = {}
     if path is not None:
         try:
-            data = tomllib.loads(path.read_text())
+            data = tomllib.loads(_read(path))
         except OSError as exc:
-            raise ConfigError(f"{path}: {exc.strerror or exc}; give --config a file that can be read") from exc
+            raise ConfigError(f"{path}: {exc.strerror or exc}; name a file that can be read") from exc
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{path} is not TOML: {exc}") from exc
         sources = {dotted: str(path) for dotted in _leaves(data)}
@@ -770,6 +794,22 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
         _put(data, dotted, value)
         sources[dotted] = "--set"
     return parse(data, sources)
+
+
+def _read(path: Path) -> str:
+    """The file's text, without the mark that some editors put before it; of a pipe, all that its writers write.
+
+    OSError; ConfigError: nobody writes into the pipe, which could be waited for forever, or it has no end.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # or a pipe's open waits for a writer
+    with open(fd, "rb") as file:
+        os.set_blocking(fd, True)
+        text = file.read(MAX_FILE + 1)
+        if not text and stat.S_ISFIFO(os.fstat(fd).st_mode):
+            raise ConfigError(f"{path} is a pipe into which nobody writes; name a file, or start its writer first")
+    if len(text) > MAX_FILE:
+        raise ConfigError(f"{path} is longer than {size_text(MAX_FILE)}; name a configuration's file")
+    return text.decode("utf-8-sig")
 
 
 def parse(data: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -171,6 +173,18 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         ("parallel.stages=[{host_num_tokens = 99999999999999}]", "parallel.stages.0.host_num_tokens", "lower host"),
         ("http.port=70000", "http.port", "less than or equal to 65535"),
         ("control.socket=3", "control.socket", "path"),
+        ("control.socket=~nosuchuser/x", "control.socket", "nobody knows where ~nosuchuser is; write the whole path"),
+        ("storage.path=~nosuchuser/x", "storage.path", "without ~"),
+        ('control.socket="/a\\u0000b"', "control.socket", "no zero byte"),
+        ('state.dir="/a\\u0000b"', "state.dir", "no zero byte"),
+        ("http.host=host..local", "http.host", "1 to 63 characters"),
+        (f"http.host={'x' * 64}.local", "http.host", "1 to 63 characters"),
+        ("http.host=.", "http.host", "1 to 63 characters"),
+        ("http.host=127.0.0.1/x", "http.host", "without brackets or a port"),
+        ('http.host="a\\u0000b"', "http.host", "an address"),
+        ("pool.size=\u0663 GB", "pool.size", "write a number and a unit"),
+        ("events.endpoint=tcp://127.0.0.1:\u0663", "events.endpoint", "a port of 0 to 65535"),
+        ("host.size=0.5 B", "host.size", 'less than a byte; "0 B" is none'),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_by_path_with_the_remedy(override: str, path: str, remedy: str) -> None:
@@ -251,6 +265,41 @@ def test_a_file_that_is_not_there_or_not_toml_is_told_by_name(tmp_path: Path) ->
     (tmp_path / "bad.toml").write_text("[pool\n")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: .*line 1"):
         load(tmp_path / "bad.toml")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[pool]\r\npage_size = 4\r\n")
+    assert load(tmp_path / "a.toml").pool.page_size == 4
+
+
+def test_a_pipe_is_read_to_its_end_and_is_not_waited_for_without_a_writer(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="a pipe into which nobody writes"):
+        load(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    os.write(writer, b"[pool]\npage_size = 4\n")
+    os.close(writer)
+    assert load(pipe).pool.page_size == 4
+    os.close(reader)
+    with pytest.raises(ConfigError, match=r"/dev/zero is longer than 16 MiB"):
+        load(Path("/dev/zero"))
+    with pytest.raises(ConfigError, match=r"Is a directory; name a file that can be read"):
+        load(tmp_path)
+
+
+def test_a_user_without_a_home_is_told_which_key_wants_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's made-up uid has neither HOME nor an entry in passwd."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(ConfigError, match=r"state\.dir = '~/x' .*or set HOME") as caught:
+        load(None, ["state.dir=~/x"])
+    assert caught.value.path == "state.dir"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ MAX_PORT = 65535
 MAX_IPC_PATH = 107  # bytes; what a sockaddr_un holds
 
 _WILDCARDS = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # and where they are dialled from this host
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_HOST = re.compile(r"(?!.*\.\.)(?!.*[^.]{64})[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ def test_an_endpoint_reads_back_as_it_was_written(text: str, endpoint: Tcp | Ipc
         "tcp://[127.0.0.1]:5557",
         "tcp://[]:5557",
         "tcp://eth0;127.0.0.1:5557",
+        "tcp://host..local:5557",
+        f"tcp://{'x' * 64}.local:5557",
         "tcp://a b:5557",
         "ipc://",
         "ipc://*",
