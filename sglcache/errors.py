@@ -7,6 +7,7 @@ the type on the client's side.
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -17,6 +18,13 @@ EXTRAS = {"torch": "runner", "transformers": "transformers", "mooncake": "moonca
 def with_article(noun: str) -> str:
     """A noun behind its article, for messages: a runner, an observer."""
     return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
+
+
+def because(error: OSError, remedy: str) -> str:
+    """Why the system refused, and what to do: `remedy`, unless it was for want of descriptors, whatever was tried."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit: ulimit -n, LimitNOFILE= in a unit, --ulimit nofile= of a container"
+    return f"{error.strerror or error}; {remedy}"
 
 
 class SglcacheError(Exception):

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglcache.errors import ConfigError
+from sglcache.errors import ConfigError, because
 
 MAX_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its closing zero
 
@@ -71,8 +71,20 @@ def supervisors(socket: Path | None = None, environ: Mapping[str, str] = os.envi
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, mode 0700, or check that the one there is ours alone; ConfigError if it isn't."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the folder, mode 0700, or check that the one there is ours alone; ConfigError if it isn't.
+
+    The one above it is the system's: if that is not there, XDG_RUNTIME_DIR is wrong, and nobody would look where we
+    are.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as exc:
+        why = because(exc, "make it, set XDG_RUNTIME_DIR to this user's, or set control.socket")
+        if not folder.parent.is_dir():
+            raise ConfigError(
+                f"control.socket: XDG_RUNTIME_DIR is {folder.parent}: {why}", path="control.socket"
+            ) from exc
+        raise ConfigError(f"control.socket: the folder {folder} can't be made: {why}", path="control.socket") from exc
     check_private(folder)
 
 

@@ -273,4 +273,5 @@ def test_a_rank_that_cannot_start_is_serves_exit_status(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 2
     assert stderr.startswith("error[config]: rank ")
-    assert "the state file can't be written" in stderr
+    assert ": state.dir: the state file " in stderr
+    assert "name a folder that this user may write to" in stderr

@@ -23,7 +23,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from sglcache.errors import ConfigError, ProtocolError
+from sglcache.errors import ConfigError, ProtocolError, because
 
 if TYPE_CHECKING:
     Region = ctypes.Array[ctypes.c_uint8]
@@ -50,7 +50,8 @@ def create_memfd(name: str, num_bytes: int) -> int:
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as exc:
-        raise ConfigError(f"cannot create shared memory {name!r}: {exc.strerror}") from exc
+        why = because(exc, "this system must have memfd_create")
+        raise ConfigError(f"cannot create shared memory {name!r}: {why}") from exc
     try:
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

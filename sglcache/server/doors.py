@@ -14,13 +14,16 @@ import stat
 from pathlib import Path
 
 from sglcache import paths
-from sglcache.errors import ConfigError
+from sglcache.errors import ConfigError, because
 
 BACKLOG = 128
 
 
-def tcp(host: str, port: int, key: str) -> socket.socket:
-    """Listen on the first address that `host` names, IPv4 before IPv6; port 0: the system's choice. ConfigError."""
+def tcp(host: str, port: int, section: str) -> socket.socket:
+    """Listen on the first address that `host` names, IPv4 before IPv6; port 0: the system's choice.
+
+    ConfigError, by the key that is to blame: the section's `host` or its `port`.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = sorted(found, key=lambda info: info[0] != socket.AF_INET)[0]
@@ -36,10 +39,13 @@ def tcp(host: str, port: int, key: str) -> socket.socket:
             sock.close()
             raise
     except OSError as exc:
-        what = "is taken" if exc.errno == errno.EADDRINUSE else f"can't be bound ({exc.strerror or exc})"
-        raise ConfigError(
-            f"{key} = {port}: {host}:{port} {what}; choose another, or set {key}=0 for any", path=key, value=port
-        ) from exc
+        if isinstance(exc, socket.gaierror) or exc.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
+            key, value, remedy = f"{section}.host", host, "write an address or a name of this host"
+        else:
+            key, value, remedy = f"{section}.port", str(port), f"choose another, or set {section}.port=0 for any"
+        what = "is taken" if exc.errno == errno.EADDRINUSE else "can't be bound"
+        why = f"; {remedy}" if exc.errno == errno.EADDRINUSE else f": {because(exc, remedy)}"
+        raise ConfigError(f"{key} = {value}: {host}:{port} {what}{why}", path=key, value=value) from exc
     return sock
 
 
@@ -59,7 +65,7 @@ def unix(path: Path, key: str) -> tuple[socket.socket, int]:
         if path.parent == paths.runtime_dir():
             paths.make_private(path.parent)
         else:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folder(path.parent, key)
         lock = _claim(path, key)
         try:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -77,8 +83,17 @@ def unix(path: Path, key: str) -> tuple[socket.socket, int]:
             paths.unlock(path, lock)
             raise
     except OSError as exc:
-        raise ConfigError(f"the control socket {path} can't be made: {exc}", path=key) from exc
+        why = because(exc, f"set {key} to a place where this user may make one")
+        raise ConfigError(f"{key}: the socket {path} can't be made: {why}", path=key) from exc
     return sock, lock
+
+
+def _make_folder(folder: Path, key: str) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        why = because(exc, f"set {key} to a path in a folder that this user has")
+        raise ConfigError(f"{key}: the folder {folder} can't be made: {why}", path=key) from exc
 
 
 def close(sock: socket.socket, path: Path, lock: int) -> None:

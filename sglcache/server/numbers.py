@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglcache import paths
-from sglcache.errors import ConfigError
+from sglcache.errors import ConfigError, because
 
 # Numbers bought with one write of the file. A life starts at the clock's µs and uses far fewer than a million a
 # second, so even lives of no length, one after the other, stay near the clock.
@@ -69,7 +69,7 @@ class Numbers:
                 os.fsync(file.fileno())
             os.replace(beside, self.path)
         except OSError as exc:
-            raise ConfigError(f"the state file can't be written: {exc}", path="state.dir") from exc
+            raise _refused(self.path, "written", exc) from exc
         self.reserved = upto
 
     def _read(self) -> int:
@@ -78,7 +78,7 @@ class Numbers:
         except FileNotFoundError:
             return 0
         except OSError as exc:
-            raise ConfigError(f"the state file can't be read: {exc}", path="state.dir") from exc
+            raise _refused(self.path, "read", exc) from exc
         try:
             reserved = json.loads(text)["reserved"]
             if type(reserved) is not int:
@@ -103,4 +103,9 @@ def _hold(path: Path) -> int:
             path="state.dir",
         ) from None
     except OSError as exc:
-        raise ConfigError(f"the state file can't be written: {exc}", path="state.dir") from exc
+        raise _refused(path, "written", exc) from exc
+
+
+def _refused(path: Path, what: str, error: OSError) -> ConfigError:
+    why = because(error, "name a folder that this user may write to")
+    return ConfigError(f"state.dir: the state file {path} can't be {what}: {why}", path="state.dir")

@@ -140,7 +140,7 @@ class Supervisor:
         socks = [sock]
         http = self.config.http
         if http.enabled:
-            socks.append(undo.enter_context(doors.tcp(http.host, http.port, "http.port")))
+            socks.append(undo.enter_context(doors.tcp(http.host, http.port, "http")))
             self._url = doors.url(http.host, socks[-1].getsockname()[1])
         return socks
 
@@ -257,7 +257,7 @@ class Supervisor:
     def _refusal(self, child: Child) -> SglcacheError:
         """Why there is no start, of a rank that ended before it served."""
         assert child.last_exit is not None
-        where = f"{child.seat}: " if len(self.children) > 1 else ""
+        where = f"{child.seat}: "
         failure = child.failure
         if failure is not None and failure.code == ConfigError.code:
             return ConfigError(where + failure.message, **failure.facts)

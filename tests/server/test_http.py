@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Coroutine
@@ -12,7 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from sglcache import paths
 from sglcache.errors import ConfigError, Unavailable
+from sglcache.memory.mapping import create_memfd
 from sglcache.ranks import ask
 from sglcache.server import doors
 from sglcache.server.http import HttpServer
@@ -37,7 +40,7 @@ def serve(
 ) -> None:
     async def main() -> None:
         pages = FakePages()
-        sock = doors.tcp(host, 0, "http.port")
+        sock = doors.tcp(host, 0, "http")
         url = doors.url(host, sock.getsockname()[1])
         server = HttpServer(pages, [sock])
         await server.start()
@@ -86,10 +89,39 @@ def test_a_wrong_request_is_told_as_json(method: str, path: str, status: int) ->
 
 
 def test_a_port_that_is_taken_is_a_config_error_with_the_remedy() -> None:
-    first = doors.tcp("127.0.0.1", 0, "http.port")
+    first = doors.tcp("127.0.0.1", 0, "http")
     with first, pytest.raises(ConfigError, match=r"is taken; choose another, or set http\.port=0") as caught:
-        doors.tcp("127.0.0.1", first.getsockname()[1], "http.port")
+        doors.tcp("127.0.0.1", first.getsockname()[1], "http")
     assert caught.value.path == "http.port"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_that_is_not_this_hosts_is_the_hosts_error_and_not_the_ports(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^http\.host = {host}: .*can't be bound: .*; write an address") as caught:
+        doors.tcp(host, 0, "http")
+    assert caught.value.path == "http.host"
+
+
+def test_a_socket_that_cannot_be_made_is_told_by_its_key_and_with_a_remedy() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^control\.socket: the folder /proc/x can't be made: .*; set control"
+    ) as caught:
+        doors.unix(Path("/proc/x/y"), "control.socket")
+    assert caught.value.path == "control.socket"
+    with pytest.raises(ConfigError, match=r"^control\.socket: the socket /proc/y can't be made: .*; set control"):
+        doors.unix(Path("/proc/y"), "control.socket")
+
+
+def test_whatever_wants_descriptors_says_how_to_have_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", exhausted)
+    with pytest.raises(ConfigError, match=r"'a': Too many open files; raise the limit: ulimit -n"):
+        create_memfd("a", 1)
+    monkeypatch.setattr(paths, "lock", exhausted)
+    with pytest.raises(ConfigError, match=r"Too many open files; raise the limit: ulimit -n"):
+        doors.unix(Path("/tmp/x"), "control.socket")
 
 
 @pytest.mark.parametrize(
@@ -110,11 +142,11 @@ def test_two_colons_are_every_address_of_ipv4_too(ipv6: bool) -> None:
     """As they are for the event stream, so that one of the two is not left out by a probe or a router."""
     if not ipv6:
         pytest.skip("this host has no IPv6")
-    with doors.tcp("::", 0, "http.port") as sock:
+    with doors.tcp("::", 0, "http") as sock:
         port = sock.getsockname()[1]
         for address in ("127.0.0.1", "::1"):
             socket.create_connection((address, port)).close()
-    with doors.tcp("::1", 0, "http.port") as sock, pytest.raises(ConnectionRefusedError):
+    with doors.tcp("::1", 0, "http") as sock, pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", sock.getsockname()[1]))
 
 

@@ -76,3 +76,11 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="state file"):
         Numbers(tmp_path / "file" / "rank-0.json", lambda: 1_000)
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/dev/null"])
+def test_a_folder_that_cannot_be_is_told_by_its_key_and_with_a_remedy(folder: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^state\.dir: the state file {folder}/a can't be written: .*; name a folder"
+    ):
+        Numbers(Path(folder) / "a", lambda: 1)

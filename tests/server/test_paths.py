@@ -71,7 +71,7 @@ def test_the_state_folder() -> None:
 
 
 def test_a_private_folder_is_made_and_is_ours_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "sglcache"
+    folder = tmp_path / "sglcache"
     paths.make_private(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     paths.make_private(folder)
@@ -97,3 +97,12 @@ def test_a_name_too_long_for_a_socket_is_refused() -> None:
     paths.check_length(Path("/" + "x" * (paths.MAX_SOCKET_PATH - 1)))
     with pytest.raises(ConfigError, match="108 bytes"):
         paths.check_length(Path("/" + "x" * paths.MAX_SOCKET_PATH))
+
+
+def test_a_runtime_folder_that_is_not_there_is_told_of_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"XDG_RUNTIME_DIR is {tmp_path}/absent: No such file .*; make it, set"
+    ) as caught:
+        paths.make_private(tmp_path / "absent" / "sglcache")
+    assert caught.value.path == "control.socket"
+    assert not (tmp_path / "absent").exists()

@@ -424,7 +424,9 @@ def test_a_rank_that_breaks_at_the_start_stops_it_with_the_reason(tmp_path: Path
 
 
 def test_a_rank_that_says_nothing_at_the_start_stops_it_too(tmp_path: Path) -> None:
-    with pytest.raises(DaemonError, match="StartError: it ended with 3, before it served; the log says why"):
+    with pytest.raises(
+        DaemonError, match=r"StartError: rank 0 \(dp 0, pp 0\): it ended with 3, before it served; the log says why"
+    ):
         Daemon(tmp_path, prelude="import sys; sys.exit(3)")
 
 
