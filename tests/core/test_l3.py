@@ -415,6 +415,19 @@ def test_what_is_computed_meanwhile_stays_and_what_comes_then_goes_back() -> Non
     r.settle()
 
 
+def test_what_begins_alike_and_goes_on_otherwise_is_not_taken_for_what_was_fetched() -> None:
+    """It was committed meanwhile, as one node that ends before what was fetched does."""
+    r, one = had(ONE)
+    two = r.open_session()
+    wait(r, one, ONE)
+    put(r, two, [*ids(1, 4), *ids(101, 108)])
+    r.l3_done(ops(r, Fetch)[0])
+    assert answered(r, one).matched == 4
+    assert r.index.counters["prefetched_pages"] == 3  # the first was computed as well
+    assert r.peek(ONE) == (4, 16)
+    r.settle()
+
+
 def test_what_hangs_on_a_copy_under_way_waits_for_its_end() -> None:
     r, one = had(TWO)
     lease = acquire(r, one, ids(1, 8))

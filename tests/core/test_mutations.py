@@ -1086,7 +1086,12 @@ MUTATIONS = [
         **STORES,
     ),
     mutation(
-        "other tokens are taken for the same", L3, "_adopt", "tokens.startswith(child.key, start)", "True", **STORES
+        "other tokens are taken for the same",
+        L3,
+        "_adopt",
+        "tokens.startswith(child.key, start)",
+        "True",
+        by=paths.test_what_begins_alike_and_goes_on_otherwise_is_not_taken_for_what_was_fetched,
     ),
     mutation(
         "a page hangs on one that is being written", L3, "_adopt", "if child.writing & WRITING:", "if False:", **STORES
