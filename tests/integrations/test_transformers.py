@@ -25,6 +25,7 @@ from torch import Tensor
 from sglcache.errors import BadRequest, ConfigError, NoSpace, TransferError
 from sglcache.integrations.transformers import PagedModel, Part, Request, Runner, pool_settings
 from sglcache.memory.geometry import Geometry
+from sglcache.testing import copies
 from sglcache.testing.daemon import Daemon
 
 FAMILIES = list(tiny.FAMILIES)
@@ -215,35 +216,18 @@ def test_a_stop_token_ends_it_and_namespaces_share_nothing(serve: Serve) -> None
         assert further.matched_tokens == (40 + NUM_NEW - 1) // 16 * 16
 
 
-# One layer of each load is told of when a file is there; the others at once.
-HOLD = """
-import os, threading
-from sglcache.memory.rings import LoadRing
-write = LoadRing.write
-def hold(self, slot, generation, layer=None, *, doorbells=None):
-    assert layer is None
-    doorbells = None if doorbells is None else list(doorbells)
-    for each in range(self.num_layers):
-        if each != HELD:
-            write(self, slot, generation, each, doorbells=doorbells)
-    def later():
-        while not os.path.exists(GATE):
-            threading.Event().wait(0.002)
-        write(self, slot, generation, HELD, doorbells=doorbells)
-    threading.Thread(target=later, daemon=True).start()
-LoadRing.write = hold
-"""
-
-
 @pytest.mark.parametrize("held", [0, 2, 3])
 def test_layers_are_computed_while_the_load_of_the_next_is_held_back(held: int, tmp_path: Path) -> None:
     """And each is waited for once, in the first step alone."""
     gate, prompt, layers = tmp_path / "gate", tiny.prompt(100), range(4)
     whole = tiny.build("llama", num_hidden_layers=len(layers))
     pool = pool_settings(whole.config, num_tokens=384)
-    prelude = f"GATE, HELD = {str(gate)!r}, {held}\n{HOLD}"
+    for layer in range(held):
+        Path(f"{gate}.{layer}").touch()  # these may be loaded
     with (
-        Daemon(tmp_path, prelude=prelude, pool=pool, host={"num_tokens": 1024}, events={"enabled": False}) as daemon,
+        Daemon(
+            tmp_path, prelude=copies.gate(gate, "load"), pool=pool, host={"num_tokens": 1024}, events={"enabled": False}
+        ) as daemon,
         daemon.client() as client,
     ):
         model = tiny.build("llama", num_hidden_layers=len(layers))
