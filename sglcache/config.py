@@ -36,6 +36,7 @@ from sglcache.errors import ConfigError
 
 MAX_PAGES = 2**31 - 1  # a slot is an int32
 MAX_RANKS = 4096
+MAX_LOAD_WORDS = 1 << 20  # of 8 bytes, one for each load slot and layer; each load slot is made at the start
 MAX_FILE = 16 << 20  # bytes of a configuration's file
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -239,7 +240,8 @@ class PoolConfig(Section):
         return self
 
     def _says(self, key: str) -> bool:
-        return bool(getattr(self, key) != type(self).model_fields[key].default)
+        """It was written, whatever the value."""
+        return key in self.model_fields_set and getattr(self, key) is not None
 
 
 class HostConfig(Section):
@@ -705,13 +707,14 @@ class Config(Section):
         if not self.parallel.stages:
             return self
         stage = self.parallel.stages[pp_rank]
-        pool, host = self.pool.model_dump(), self.host.model_dump()
+        pool, host = self.pool.model_dump(exclude_unset=True), self.host.model_dump(exclude_unset=True)
         if stage.num_layers is not None:
             pool["num_layers"] = stage.num_layers
         if stage.num_tokens is not None:
             pool |= {"num_tokens": stage.num_tokens, "size": None}
         if stage.size is not None:
-            pool |= {"num_tokens": PoolConfig.model_fields["num_tokens"].default, "size": size_text(stage.size)}
+            pool.pop("num_tokens", None)
+            pool["size"] = size_text(stage.size)
         if stage.host_num_tokens is not None:
             host |= {"num_tokens": stage.host_num_tokens, "size": None}
         if stage.host_size is not None:
@@ -726,10 +729,17 @@ class Config(Section):
             )
             own._check_host()
         except ConfigError as exc:
-            key = "host_num_tokens" if exc.path == "host.num_tokens" else "num_tokens"
-            path = f"parallel.stages.{pp_rank}.{key}"
-            raise ConfigError(f"{path}: {exc.message}", path=path, value=exc.value) from None
+            path = self.key_of(pp_rank, exc.path)
+            raise ConfigError(exc.message.replace(exc.path, path), path=path, value=exc.value) from None
         return own
+
+    def key_of(self, pp_rank: int, key: str) -> str:
+        """Where what this stage has of `key`, such as host.size, is written: with the stage, or for all."""
+        section, _, name = key.partition(".")
+        own = {"pool": name, "host": f"host_{name}"}.get(section)
+        stages = self.parallel.stages
+        said = stages and own in StageConfig.model_fields and getattr(stages[pp_rank], own) is not None
+        return f"parallel.stages.{pp_rank}.{own}" if said else key
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -741,6 +751,25 @@ class Config(Section):
                 "host.pool_ratio, or leave eviction.host out",
                 path="eviction.host",
                 value=self.eviction.host,
+            )
+        for key, field in HostConfig.model_fields.items():
+            value = getattr(self.host, key)
+            wished = key.startswith(("write_", "load_back_")) and value != field.default
+            if wished and not any(stage.host.enabled for stage in stages):
+                raise ConfigError(
+                    f"host.{key} = {value} is of the host tier, and there is none; set host.num_tokens or "
+                    f"host.pool_ratio, or leave host.{key} out",
+                    path=f"host.{key}",
+                    value=value,
+                )
+        slots = self.control.num_load_slots
+        most = max(stage.pool.num_layers for stage in stages)
+        if slots * most > MAX_LOAD_WORDS:
+            raise ConfigError(
+                f"control.num_load_slots = {slots} of {most} layers are {slots * most} words that runners watch; "
+                f"write control.num_load_slots = {MAX_LOAD_WORDS // most} at most",
+                path="control.num_load_slots",
+                value=slots,
             )
         self._check_storage(stages)
         return self
@@ -774,8 +803,22 @@ class Config(Section):
             )
 
 
+# What can be said in one of several ways. A file's way is left where an override goes another.
+OTHER_WORDS = {
+    "pool.num_tokens": ("size",),
+    "pool.size": ("num_tokens",),
+    "pool.kv_lora_rank": ("num_kv_heads", "head_dim", "v_head_dim"),
+    "pool.head_dim": ("kv_lora_rank", "qk_rope_head_dim"),
+    "host.pool_ratio": ("num_tokens", "size"),
+    "host.num_tokens": ("size",),
+    "host.size": ("num_tokens",),
+}
+
+
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The defaults, under the TOML file at `path`, under `overrides` (`a.b=c`, the last one of a key wins).
+
+    An override wins as well over the same thing in the file's other words: `pool.size` over `pool.num_tokens`.
 
     ConfigError: the file can't be read or is not TOML, an override has no `=`, or `parse` refuses.
     """
@@ -791,6 +834,10 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
         sources = {dotted: str(path) for dotted in _leaves(data)}
     for override in overrides:
         dotted, value = parse_override(override)
+        section = dotted.partition(".")[0]
+        for other in OTHER_WORDS.get(dotted, ()):
+            if sources.get(f"{section}.{other}") == str(path):
+                del data[section][other], sources[f"{section}.{other}"]
         _put(data, dotted, value)
         sources[dotted] = "--set"
     return parse(data, sources)

@@ -170,7 +170,11 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
             "did you mean parallel.stages.num_layers?",
         ),
         ("parallel.stages=[{num_layers = 0}]", "parallel.stages.0.num_layers", "greater than or equal to 1"),
-        ("parallel.stages=[{host_num_tokens = 99999999999999}]", "parallel.stages.0.host_num_tokens", "lower host"),
+        (
+            "parallel.stages=[{host_num_tokens = 99999999999999}]",
+            "parallel.stages.0.host_num_tokens",
+            "; lower parallel",
+        ),
         ("http.port=70000", "http.port", "less than or equal to 65535"),
         ("control.socket=3", "control.socket", "path"),
         ("control.socket=~nosuchuser/x", "control.socket", "nobody knows where ~nosuchuser is; write the whole path"),
@@ -203,6 +207,18 @@ def test_a_wrong_key_or_value_is_refused_by_path_with_the_remedy(override: str, 
         (["pool.size=1 GiB", "pool.num_tokens=16"], "pool.size", "both say how big the pool is; leave one out"),
         (["host.size=1 GiB", "host.num_tokens=16"], "host.size", "both say how big the tier is; leave one out"),
         (["parallel.stages=[{size = '1 GiB', num_tokens = 16}]"], "parallel.stages.size", "leave one out"),
+        (["pool.size=1 GiB", "pool.num_tokens=1048576"], "pool.size", "both say how big the pool is; leave one out"),
+        ([*LATENTS, "pool.head_dim=32"], "pool.head_dim", "is of heads"),
+        ([*LATENTS, "pool.num_kv_heads=1"], "pool.num_kv_heads", "is of heads"),
+        (["host.pool_ratio=0", "host.write_policy=write_back"], "host.write_policy", "there is none; set host.num_t"),
+        (["host.num_tokens=0", "host.load_back_threshold=9"], "host.load_back_threshold", "leave host.load_back_thr"),
+        (["host.size=0 B", "host.load_back_quota=9"], "host.load_back_quota", "leave host.load_back_quota out"),
+        (
+            ["host.size=0 B", "host.write_policy=write_through_selective", "host.write_threshold=3"],
+            "host.write_policy",
+            "there is none",
+        ),
+        (["control.num_load_slots=65536", "pool.num_layers=4096"], "control.num_load_slots", "= 256 at most"),
         ([*LATENTS, "pool.head_dim=64"], "pool.head_dim", "is of heads, and pool.kv_lora_rank = 512"),
         ([*LATENTS, "pool.v_head_dim=64"], "pool.v_head_dim", "leave one out"),
         ([*LATENTS, "pool.num_kv_heads=8"], "pool.num_kv_heads", "leave one out"),
@@ -213,6 +229,47 @@ def test_what_contradicts_itself_is_refused_with_both_sides(overrides: list[str]
         load(None, overrides)
     assert caught.value.path == path
     assert remedy in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("written", "override", "wins"),
+    [
+        ("[pool]\nnum_tokens = 1048576", "pool.size=1 MiB", ("pool", "size", 1 << 20)),
+        ("[pool]\nsize = '1 MiB'", "pool.num_tokens=160", ("pool", "num_tokens", 160)),
+        ("[host]\nsize = '1 MiB'", "host.num_tokens=160", ("host", "num_tokens", 160)),
+        ("[host]\nnum_tokens = 160", "host.pool_ratio=0", ("host", "enabled", False)),
+        ("[pool]\nhead_dim = 32\nqk_rope_head_dim = 0", "pool.kv_lora_rank=8", ("pool", "kv_lora_rank", 8)),
+    ],
+)
+def test_an_override_wins_over_the_files_other_words_for_the_same(
+    written: str, override: str, wins: tuple[str, str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "a.toml").write_text(written)
+    section, key, value = wins
+    assert getattr(getattr(load(tmp_path / "a.toml", [override]), section), key) == value
+    with pytest.raises(ConfigError, match="leave one out"):
+        load(None, ["pool.size=1 MiB", "pool.num_tokens=1048576"])
+
+
+def test_a_host_tier_that_makes_no_page_is_refused_unless_it_is_0() -> None:
+    for override in ("host.num_tokens=3", "host.pool_ratio=1e-7", "host.size=3 B"):
+        with pytest.raises(ConfigError) as caught:
+            Geometry.of(load(None, [override]))
+        assert caught.value.path == override.partition("=")[0]
+        assert caught.value.path in caught.value.message
+    for override in ("host.num_tokens=0", "host.pool_ratio=0", "host.size=0 B"):
+        assert Geometry.of(load(None, [override])).host_pages == 0
+
+
+def test_what_makes_a_token_too_big_is_named_and_not_the_page() -> None:
+    for overrides, path in (
+        (["pool.num_kv_heads=32768", "pool.head_dim=65536"], "pool.head_dim"),
+        (["pool.num_kv_heads=65536", "pool.head_dim=4096", "pool.num_layers=2"], "pool.num_kv_heads"),
+        (["pool.head_dim=65536", "pool.page_size=4096", "pool.num_layers=64"], "pool.page_size"),
+    ):
+        with pytest.raises(ConfigError, match=r"; write less, or more|write pool\.page_size = 127 at most") as caught:
+            Geometry.of(load(None, overrides))
+        assert caught.value.path == path
 
 
 @pytest.mark.parametrize(
@@ -236,7 +293,7 @@ def test_a_size_is_a_number_and_its_unit_and_is_told_as_it_can_be_read(text: str
 def test_a_configuration_survives_being_told_to_a_rank() -> None:
     sizes = ["pool.size=1.5 GB", "host.size=3 GiB", "parallel.pp_size=2", "parallel.stages=[{size = '5 MB'}, {}]"]
     config = load(None, sizes)
-    assert parse(config.model_dump(mode="json")) == config
+    assert parse(config.model_dump(mode="json", exclude_unset=True)) == config
     assert config.model_dump(mode="json")["host"]["size"] == "3 GiB"
 
 

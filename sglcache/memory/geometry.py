@@ -181,8 +181,20 @@ class Geometry:
                 f"= {self.num_shards} and num_kv_heads = {self.num_kv_heads}: shards split the heads, or share one, "
                 "evenly; make one a multiple of the other",
             )
+        if self.token_bytes > MAX_INT32:
+            dim = "kv_lora_rank" if self.is_latent else "head_dim"
+            num, key = max((getattr(self, name), name) for name in (dim, "num_kv_heads", "num_layers"))
+            raise _wrong(
+                key,
+                f"= {num} makes {self.token_bytes:,} bytes of a token in a shard ({self.layer_bytes:,} "
+                f"in each layer), and a page has {MAX_INT32:,} at most; write less, or more pool.num_shards",
+            )
         if self.page_bytes > MAX_INT32:
-            raise _wrong("page_size", f"= {self.page_size} makes pages of {self.page_bytes} bytes; at most {MAX_INT32}")
+            raise _wrong(
+                "page_size",
+                f"= {self.page_size} makes pages of {self.page_bytes:,} bytes; a page has {MAX_INT32:,} at most: write "
+                f"pool.page_size = {MAX_INT32 // self.token_bytes} at most",
+            )
 
     @classmethod
     def of(cls, config: Config) -> Geometry:
@@ -208,13 +220,21 @@ class Geometry:
         num_pages = pool.num_tokens // pool.page_size
         if pool.size is not None:
             num_pages = _pages("pool.size", pool.size, one.page_bytes, "in each shard")
-        host_pages = int(num_pages * host.pool_ratio)
+        host_pages, told = int(num_pages * host.pool_ratio), f"host.pool_ratio = {host.pool_ratio}"
         if host.size is not None:
             host_pages = (
                 _pages("host.size", host.size, one.page_bytes * one.num_parts, "of all parts") if host.size else 0
             )
         elif host.num_tokens is not None:
-            host_pages = host.num_tokens // pool.page_size
+            host_pages, told = host.num_tokens // pool.page_size, f"host.num_tokens = {host.num_tokens}"
+        if host.enabled and not host_pages:
+            path = told.partition(" ")[0]
+            raise ConfigError(
+                f"{told} makes no page of {pool.page_size} tokens, of {num_pages} on the device; write more, or 0 for "
+                "no host tier",
+                path=path,
+                value=getattr(host, path.removeprefix("host.")),
+            )
         if host_pages > MAX_INT32:
             raise ConfigError(
                 f"host: {host_pages} pages are more than a slot number can name ({MAX_INT32}); lower host.pool_ratio",

@@ -281,8 +281,11 @@ def weigh(config: Config) -> Room:
         except ConfigError as exc:
             if not config.parallel.stages:
                 raise
-            path = f"parallel.stages.{pp_rank}"
-            raise ConfigError(f"{path}: {exc.message}", **{**exc.facts, "path": path}) from None
+            path = config.key_of(pp_rank, exc.path)
+            message = exc.message.replace(exc.path, path)
+            if path == exc.path:
+                message = f"parallel.stages.{pp_rank}: {message}"
+            raise ConfigError(message, **{**exc.facts, "path": path}) from None
         tiers = [
             TierRoom(
                 Tier.DEVICE,

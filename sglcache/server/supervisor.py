@@ -207,7 +207,7 @@ class Supervisor:
     # -- the ranks' lives ---------------------------------------------------------------------------------
 
     def _spawn(self, child: Child) -> None:
-        child.spawn(self.launch, self.config.model_dump(mode="json"), self._url, self.timing.beat)
+        child.spawn(self.launch, self.config.model_dump(mode="json", exclude_unset=True), self._url, self.timing.beat)
 
     def _ready(self, child: Child) -> None:
         if child.restarts:

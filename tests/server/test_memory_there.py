@@ -52,9 +52,9 @@ def test_what_decides_is_told_with_its_value() -> None:
 
 
 def test_a_stages_error_is_told_by_its_stage() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.stages\.1: pool\.size: 1 bytes hold 0 pages") as caught:
+    with pytest.raises(ConfigError, match=r"^parallel\.stages\.1\.size: 1 bytes hold 0 pages") as caught:
         weighed("parallel.pp_size=2", "parallel.stages=[{}, {size = '1 B'}]")
-    assert caught.value.path == "parallel.stages.1"
+    assert caught.value.path == "parallel.stages.1.size"
 
 
 # -- refusals -----------------------------------------------------------------------------------------------
