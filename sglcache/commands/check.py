@@ -85,6 +85,7 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
         "store_bytes": weighed.store_bytes,
         "ram_bytes": weighed.ram_bytes,
         "disk": {**disk._asdict(), "path": str(disk.path)} if disk is not None else None,
+        "daemon_bytes": weighed.daemon_bytes,
         "limits": [limit._asdict() for limit in there if limit is not None],
         "warnings": [*weighed.warnings(there), *(disk.warnings if disk is not None else [])],
     }
@@ -113,9 +114,10 @@ def _lines(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
     lines += _third_lines(weighed, disk)
     where = weighed.config.pool.device
     lines.append(f"in all: device {room.told(weighed.device_bytes)} ({where}), host {room.told(weighed.host_bytes)}")
+    lines.append(f"  and the daemon's processes, before their indexes grow: {room.told(weighed.daemon_bytes)}")
     for limit in (there.ram, there.cgroup):
         if limit is not None:
-            counted = weighed.ram_bytes if limit is there.ram else weighed.host_bytes
+            counted = weighed.daemon_bytes + (weighed.ram_bytes if limit is there.ram else weighed.host_bytes)
             lines.append(f"  of {limit.name}: {room.told(counted)} of {room.told(limit.num_bytes)}")
     warnings = [*weighed.warnings(there), *(disk.warnings if disk is not None else [])]
     lines += [f"warning: {warning}" for warning in warnings]

@@ -5,7 +5,8 @@ kills. `sglcache check` prints what is found here, and `sglcache serve` refuses 
 
 What counts against which limit: all pools that are in RAM count against the host's. Against a cgroup's limit the host
 pools do, which the ranks write; the device pools of a CPU are charged to the runners that write them (docs/install.md),
-so where only both together are too much it is a warning.
+so where only both together are too much it is a warning. Against both count the processes themselves, and each rank's
+ring of event batches.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from sglcache.units import Tier
 
 NO_LIMIT = 1 << 60  # what cgroup v1 writes for none is near 2**63
 CAP_IPC_LOCK = 14
+SUPERVISOR_BYTES = 50 << 20
+RANK_BYTES = 60 << 20  # before its index grows
 
 
 class Limit(NamedTuple):
@@ -139,24 +142,31 @@ class Room(NamedTuple):
         return (storage.segment_size + storage.buffer_size) * len(self.ranks) if storage.kind == "mooncake" else 0
 
     @property
+    def daemon_bytes(self) -> int:
+        """Of the processes, beside the pools: each rank with its ring of batches, and the supervisor."""
+        ring = self.config.events.ring_size if self.config.events.enabled else 0
+        return SUPERVISOR_BYTES + len(self.ranks) * (RANK_BYTES + ring)
+
+    @property
     def ram_bytes(self) -> int:
-        """What is in RAM when all is full."""
+        """Of the pools and the third tier's clients, what is in RAM when all is full."""
         return self.host_bytes + self.store_bytes + (self.device_bytes if self.config.pool.device == "cpu" else 0)
 
     def refuse(self, there: Machine) -> None:
         """ConfigError, with the numbers and what to write instead: the pools can't all be there."""
-        if self.ram_bytes > there.ram.num_bytes:
-            raise self._too_much(self.ram_bytes, there.ram)
-        if there.cgroup is not None and self.host_bytes > there.cgroup.num_bytes:
-            raise self._too_much(self.host_bytes, there.cgroup)
+        for pools, limit in ((self.ram_bytes, there.ram), (self.host_bytes, there.cgroup)):
+            if limit is not None and pools + self.daemon_bytes > limit.num_bytes:
+                raise self._too_much(pools, limit)
 
     def warnings(self, there: Machine) -> list[str]:
         """What may be right, and may be a mistake."""
         found = []
         cgroup, memlock = there.cgroup, there.memlock
-        if cgroup is not None and self.host_bytes <= cgroup.num_bytes < self.ram_bytes:
+        left = cgroup.num_bytes - self.daemon_bytes if cgroup is not None else 0
+        if cgroup is not None and self.host_bytes <= left < self.ram_bytes:
             found.append(
-                f"device and host pools take {told(self.ram_bytes)} when they are full, and {cgroup.name} is "
+                f"device and host pools take {told(self.ram_bytes)} when they are full, the daemon's processes "
+                f"{told(self.daemon_bytes)}, and {cgroup.name} is "
                 f"{told(cgroup.num_bytes)}: that is enough only if runners in cgroups of their own write the device's"
             )
         most = max((rank.num_bytes(Tier.HOST) for rank in self.ranks), default=0)
@@ -174,46 +184,104 @@ class Room(NamedTuple):
             )
         return found
 
-    def _too_much(self, want: int, limit: Limit) -> ConfigError:
-        """With the least change that would do, in the words of the key that decides."""
-        pool, host = self.config.pool, self.config.host
-        fixed = self.device_bytes + self.store_bytes if want != self.host_bytes else 0  # beside the host's pools
-        per_host_token = sum(it.geometry.num_parts * it.geometry.token_bytes for it in self.ranks)
-        per_device_token = sum(it.geometry.num_shards * it.geometry.token_bytes for it in self.ranks)
-        if self.host_bytes and (left := limit.num_bytes - fixed) >= per_host_token * pool.page_size:
-            tokens = left // per_host_token // pool.page_size * pool.page_size
-            size = left // len(self.ranks)
-            key = "size" if host.size is not None else "num_tokens" if host.num_tokens is not None else "pool_ratio"
-            path, instead = f"host.{key}", f"host.num_tokens = {tokens}"
-            if key == "size":
-                instead = f'host.size = "{_rounded(size)}"'
-        else:
-            ratio = host.pool_ratio if host.enabled and host.num_tokens is None and host.size is None else 0
-            tokens = int(max(0, limit.num_bytes - self.store_bytes) / (per_device_token + ratio * per_host_token))
-            path, instead = "pool.num_tokens", f"pool.num_tokens = {tokens // pool.page_size * pool.page_size}"
-            if pool.size is not None:
-                path = "pool.size"
-                instead = f'pool.size = "{_rounded(tokens * self.ranks[0].geometry.token_bytes)}"'
-            if not ratio and self.host_bytes:
-                instead += ' and host.size = "0 B"'
-        remedy = f"write {instead} at most, or raise the limit"
-        if tokens < pool.page_size:
-            remedy = "not one page of each rank would fit; raise the limit, or lower pool.page_size"
-        parts = f"device {told(self.device_bytes)}, host {told(self.host_bytes)}"
-        if self.store_bytes:
+    def _too_much(self, pools: int, limit: Limit) -> ConfigError:
+        """With the least change that would do, in the words of the keys that decide."""
+        want = pools + self.daemon_bytes
+        parts = "the host's alone" if pools == self.host_bytes else None
+        parts = parts or f"device {told(self.device_bytes)}, host {told(self.host_bytes)}"
+        if self.store_bytes and pools != self.host_bytes:
             parts += f", Mooncake's clients {told(self.store_bytes)}"
-        if want == self.host_bytes:
-            parts = "the host's alone"
         several = f" of {len(self.ranks)} ranks" if len(self.ranks) > 1 else ""
+        path, remedy = self._remedy(pools, limit.num_bytes - self.daemon_bytes)
+        other = "raise the limit"
+        if limit.name == "RAM":
+            other = "ask about another host with `sglcache check --ram SIZE`"
         return ConfigError(
-            f"the pools{several} take {told(want)} when they are full ({parts}), and {limit.name} is "
-            f"{told(limit.num_bytes)}, {told(want - limit.num_bytes)} less; {remedy}",
+            f"the pools{several} take {told(pools)} when they are full ({parts}), the daemon's processes "
+            f"{told(self.daemon_bytes)}, and {limit.name} is {told(limit.num_bytes)}, {told(want - limit.num_bytes)} "
+            f"less; {remedy}, or {other}",
             path=path,
             value=want,
             need=want,
             have=limit.num_bytes,
             limit=limit.name,
         )
+
+    def _remedy(self, pools: int, left: int) -> tuple[str, str]:
+        """The key that decides most, and what to write so that the pools take `left` bytes."""
+        if left <= 0:
+            return "events.ring_size", "that is not enough for the processes alone: lower events.ring_size"
+        fixed = pools - self.host_bytes  # the device's, where it counts, and what the third tier's clients take
+        stores = self.store_bytes if fixed else 0
+        if stores >= left:
+            return "storage.segment_size", "that is not enough for Mooncake's clients: lower storage.segment_size"
+        hosts = self._by_key(Tier.HOST)
+        # The largest alone, if that will do; else all of them, each by as much.
+        for keys in (list(hosts)[:1], list(hosts)):
+            rest = sum(self._bytes(hosts[key], Tier.HOST) for key in hosts if key not in keys)
+            instead = self._lowered({key: hosts[key] for key in keys}, Tier.HOST, left - fixed - rest)
+            if instead is not None:
+                return keys[0], f"write {' and '.join(instead)} at most"
+        none = [f'{key} = "0 B"' if key.endswith("size") else f"{key} = 0" for key in hosts]
+        if fixed == stores:
+            return next(iter(hosts)), f"write {' and '.join(none)}"
+        none = [each for each in none if not each.startswith("host.pool_ratio")]
+        devices = self._by_key(Tier.DEVICE)
+        instead = self._lowered(devices, Tier.DEVICE, left - stores)
+        key = next(iter(devices))
+        if instead is None:
+            return key, "not one page of each rank would fit: lower pool.page_size"
+        return key, f"write {' and '.join([*instead, *none])} at most"
+
+    def _by_key(self, tier: Tier) -> dict[str, list[RankRoom]]:
+        """The ranks that have the tier by the key that says how big theirs is; who takes most is first."""
+        found: dict[str, list[RankRoom]] = {}
+        for rank in self.ranks:
+            for its in rank.tiers:
+                if its.tier is tier:
+                    found.setdefault(its.bound.partition(" = ")[0], []).append(rank)
+        return dict(sorted(found.items(), key=lambda item: -self._bytes(item[1], tier)))
+
+    @staticmethod
+    def _bytes(ranks: Sequence[RankRoom], tier: Tier) -> int:
+        return sum(rank.num_bytes(tier) for rank in ranks)
+
+    def _lowered(self, keys: dict[str, list[RankRoom]], tier: Tier, budget: int) -> list[str] | None:
+        """What to write for each key so that they take `budget` together, as they share it now. None: no page each.
+
+        A host tier that is a multiple of the device's is lowered with it.
+        """
+        page_size, total = self.config.pool.page_size, sum(self._bytes(ranks, tier) for ranks in keys.values())
+        if budget <= 0 or not keys:
+            return None
+        instead = []
+        for key, ranks in keys.items():
+            share = budget * self._bytes(ranks, tier) // total
+            per_token = sum(self._token_bytes(rank, tier) for rank in ranks)
+            if tier is Tier.DEVICE:
+                # Of what the ranks take with their hosts, for these may be unlike.
+                full = sum(self._token_bytes(r) * r.tiers[0].num_tokens for each in keys.values() for r in each)
+                share = int(budget * sum(self._token_bytes(r) * r.tiers[0].num_tokens for r in ranks) / full)
+            tokens = int(share / per_token) // page_size * page_size
+            if tokens < page_size:
+                return None
+            if key.endswith("size"):
+                most = share // len(ranks)
+                if tier is Tier.DEVICE:
+                    most = tokens * min(rank.geometry.token_bytes for rank in ranks)
+                instead.append(f'{key} = "{_rounded(most)}"')
+            else:
+                instead.append(f"{'host.num_tokens' if key == 'host.pool_ratio' else key} = {tokens}")
+        return instead
+
+    def _token_bytes(self, rank: RankRoom, tier: Tier = Tier.DEVICE) -> float:
+        """What one more token of the tier costs the rank: a device's brings its host's, where that is a multiple."""
+        it = rank.geometry
+        if tier is Tier.HOST:
+            return it.num_parts * it.token_bytes
+        by_ratio = any(its.bound.startswith("host.pool_ratio") for its in rank.tiers)
+        ratio = self.config.host.pool_ratio if by_ratio else 0
+        return (it.num_shards + ratio * it.num_parts) * it.token_bytes
 
 
 class DiskRoom(NamedTuple):
@@ -293,17 +361,17 @@ def weigh(config: Config) -> Room:
                 geometry.num_pages * geometry.page_size,
                 geometry.pool_bytes,
                 geometry.num_shards,
-                f'pool.size = "{size_text(own.pool.size)}"'
+                f'{config.key_of(pp_rank, "pool.size")} = "{size_text(own.pool.size)}"'
                 if own.pool.size is not None
-                else f"pool.num_tokens = {own.pool.num_tokens}",
+                else f"{config.key_of(pp_rank, 'pool.num_tokens')} = {own.pool.num_tokens}",
             )
         ]
         if geometry.host_pages:
             bound = f"host.pool_ratio = {own.host.pool_ratio}"
             if own.host.size is not None:
-                bound = f'host.size = "{size_text(own.host.size)}"'
+                bound = f'{config.key_of(pp_rank, "host.size")} = "{size_text(own.host.size)}"'
             elif own.host.num_tokens is not None:
-                bound = f"host.num_tokens = {own.host.num_tokens}"
+                bound = f"{config.key_of(pp_rank, 'host.num_tokens')} = {own.host.num_tokens}"
             tiers.append(
                 TierRoom(
                     Tier.HOST,

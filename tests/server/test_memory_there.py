@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglcache.config import Config, load
+from sglcache.config import Config, load, parse, parse_override
 from sglcache.errors import ConfigError
 from sglcache.server import room
 from sglcache.server.room import Limit, Machine, Room
@@ -62,20 +63,74 @@ def test_a_stages_error_is_told_by_its_stage() -> None:
 
 def test_too_little_is_told_with_all_numbers_and_the_remedy() -> None:
     four = weighed(file=FOUR_RANKS)
-    four.refuse(Machine(Limit(int(10.5 * GIB), "RAM")))
+    daemon = (50 + 4 * (60 + 64)) << 20
+    assert four.daemon_bytes == daemon
+    four.refuse(Machine(Limit(int(10.5 * GIB) + daemon, "RAM")))
+    with pytest.raises(ConfigError, match=r"RAM is"):
+        four.refuse(Machine(Limit(int(10.5 * GIB) + daemon - 1, "RAM")))
     with pytest.raises(ConfigError) as caught:
         four.refuse(Machine(Limit(8 * GIB, "RAM")))
     assert caught.value.message == (
         "the pools of 4 ranks take 11.27 GB (10.5 GiB) when they are full (device 3.758 GB (3.5 GiB), host 7.516 GB "
-        "(7 GiB)), and RAM is 8.59 GB (8 GiB), 2.684 GB (2.5 GiB) less; write host.num_tokens = 42128 at most, or "
-        "raise the limit"
+        "(7 GiB)), the daemon's processes 572.5 MB (546 MiB), and RAM is 8.59 GB (8 GiB), 3.257 GB (3.033 GiB) less; "
+        "write host.num_tokens = 37136 at most, or ask about another host with `sglcache check --ram SIZE`"
     )
     facts = caught.value.facts
-    assert (facts["path"], facts["need"], facts["have"]) == ("host.pool_ratio", int(10.5 * GIB), 8 * GIB)
+    assert (facts["path"], facts["need"], facts["have"]) == ("host.pool_ratio", int(10.5 * GIB) + daemon, 8 * GIB)
+    with pytest.raises(ConfigError, match=r"or raise the limit$"):
+        four.refuse(Machine(PLENTY, Limit(4 * GIB, "/sys/fs/cgroup/memory.max")))
+
+
+def test_a_ring_of_events_counts_where_there_are_events() -> None:
+    there = Machine(Limit(16 * GIB, "RAM"), Limit(16 * GIB, "cgroup"))
+    with pytest.raises(ConfigError, match=r"lower events\.ring_size") as caught:
+        weighed("events.ring_size=100 TB").refuse(there)
+    assert caught.value.path == "events.ring_size"
+    weighed("events.ring_size=100 TB", "events.enabled=false").refuse(there)
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        ("[{host_size = '40 GB'}, {}]", r'parallel\.stages\.0\.host_size = "[0-9]+ MiB"'),
+        ("[{}, {host_num_tokens = 99999984}]", r"parallel\.stages\.1\.host_num_tokens = [0-9]+"),
+        ("[{size = '40 GB', host_size = '1 MB'}, {}]", r'parallel\.stages\.0\.size = "[0-9]+ MiB" and pool.num_tok'),
+    ],
+)
+def test_the_remedy_of_a_stages_own_size_is_the_stages_and_is_enough(stages: str, told: str) -> None:
+    there = Machine(Limit(8 * GIB, "RAM"))
+    with pytest.raises(ConfigError, match=rf"; write {told}") as caught:
+        weighed("parallel.pp_size=2", f"parallel.stages={stages}").refuse(there)
+    assert caught.value.path.startswith("parallel.stages.")
+    lowered = tomllib.loads(f"stages = {stages}")["stages"]
+    others = []
+    for each in caught.value.message.partition("; write ")[2].partition(" at most")[0].split(" and "):
+        key, _, value = each.partition(" = ")
+        if key.startswith("parallel.stages."):
+            _, _, number, name = key.split(".")
+            lowered[int(number)][name] = tomllib.loads(f"value = {value}")["value"]
+        else:
+            others.append(f"{key}={value}")
+    room.weigh(parse({"parallel": {"pp_size": 2, "stages": lowered}, **sections(others)})).refuse(there)
+
+
+def sections(overrides: list[str]) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    for dotted, value in map(parse_override, overrides):
+        section, _, key = dotted.partition(".")
+        found.setdefault(section, {})[key] = value
+    return found
+
+
+def test_what_bounds_a_stage_is_told_by_its_own_key() -> None:
+    room_of_two = weighed("parallel.pp_size=2", "parallel.stages=[{num_tokens = 32, host_size = '1 MiB'}, {}]")
+    bounds = [[tier.bound for tier in rank.tiers] for rank in room_of_two.ranks]
+    assert bounds[0] == ["parallel.stages.0.num_tokens = 32", 'parallel.stages.0.host_size = "1 MiB"']
+    assert bounds[1] == ["pool.num_tokens = 1048576", "host.pool_ratio = 2.0"]
 
 
 @given(
-    ram=st.integers(1 << 20, 1 << 36),
+    ram=st.integers(1 << 27, 1 << 36),
     tokens=st.integers(16, 1 << 24),
     host=st.sampled_from(["host.pool_ratio=0", "host.pool_ratio=1.5", "host.num_tokens=4096", "host.size=100 MB"]),
     more=st.sampled_from([[], ["parallel.dp_size=3"], ["pool.kv_lora_rank=64", "pool.qk_rope_head_dim=0"]]),
@@ -89,7 +144,7 @@ def test_what_is_told_to_write_instead_is_enough(
     try:
         weighed(*overrides).refuse(there)
     except ConfigError as exc:
-        if "hold 0 pages" in exc.message or "not one page" in exc.message:
+        if any(text in exc.message for text in ("hold 0 pages", "not one page", "makes no page", "alone: lower")):
             return
         told = re.search(r"write (.*) at most", exc.message)
         assert told is not None
@@ -97,8 +152,6 @@ def test_what_is_told_to_write_instead_is_enough(
         kept = [each for each in overrides if each.partition("=")[0] not in ("host.num_tokens", "host.size")]
         if instead[0].startswith("pool."):
             kept = [each for each in overrides if each is not pool]
-        if instead[-1].startswith("host.size"):
-            kept = [each for each in kept if not each.startswith("host.num_tokens")]
         weighed(*kept, *instead).refuse(there)
 
 
@@ -111,8 +164,9 @@ def test_a_cgroups_limit_is_for_what_the_daemon_writes() -> None:
     between = Machine(PLENTY, cgroup._replace(num_bytes=8 * GIB))
     four.refuse(between)
     (warning,) = four.warnings(between)
-    assert "11.27 GB (10.5 GiB) when they are full, and /sys/fs/cgroup/memory.max is 8.59 GB (8 GiB)" in warning
-    assert four.warnings(Machine(PLENTY, cgroup._replace(num_bytes=11 * GIB))) == []
+    assert "11.27 GB (10.5 GiB) when they are full, the daemon's processes 572.5 MB (546 MiB)" in warning
+    assert "and /sys/fs/cgroup/memory.max is 8.59 GB (8 GiB)" in warning
+    assert four.warnings(Machine(PLENTY, cgroup._replace(num_bytes=12 * GIB))) == []
 
 
 def test_little_locked_memory_is_told_of_where_memory_is_pinned() -> None:
