@@ -143,7 +143,7 @@ def test_with_events_off_nothing_is_bound_or_told(lend: Callable[..., Daemon]) -
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"http": {"enabled": True, "host": "203.0.113.1", "port": 1}}, r"http\.port = 1: 203"),
+        ({"http": {"enabled": True, "host": "203.0.113.1", "port": 1}}, r"http\.host = 203"),
         ({"events": {"endpoint": "tcp://203.0.113.1:5557"}}, "events.endpoint"),
         ({"control": {"socket": "/proc/nowhere/socket"}}, "control.socket|control socket"),
         ({"state": {"dir": "/proc/nowhere"}}, "state file"),
