@@ -265,5 +265,5 @@ def test_ranks_that_dial_a_subscriber_that_binds_are_told_apart_by_their_topics(
                 topic, _, payload = subscriber.recv_multipart()
                 told.setdefault(topic, set()).add(msgspec.msgpack.decode(payload)[2])
             host = gethostname()
-            assert told == {f"kv@{host}-{rank}@default".encode(): {rank} for rank in range(2)}
+            assert told == {f"kv@{host}-{rank}@test".encode(): {rank} for rank in range(2)}
             assert daemon.info["kv_events"] is None  # nobody can dial it
