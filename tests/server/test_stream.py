@@ -133,7 +133,7 @@ def test_the_encoding_is_that_of_the_live_stream_of_replay_and_of_snapshots(tmp_
         for start in (0, client.epoch):
             events = []
             for frames in ask(stream["replay_endpoint"], start):
-                assert frames[1] == b"kv@0@default"
+                assert frames[1] == b"kv@0@test"
                 assert b"secret" not in frames[3]
                 events += msgspec.msgpack.decode(frames[3])[1]
             kinds = [event[0] if encoding == "array" else event["type"] for event in events]
