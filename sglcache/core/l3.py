@@ -216,7 +216,7 @@ class L3:
         self.stores: dict[TicketId, tuple[Storing, Run]] = {}
         self._changes: deque[_Change] = deque()  # of what it holds, in order, not taken notice of yet
         self.held_by_stores = 0  # pages of the host
-        self._skipped: dict[Node, None] = {}  # ends of what found no room among the stores
+        self._skipped: dict[Node, int] = {}  # what found no room among the stores: so many pages up to an end
         self._flying: set[bytes] = set()  # digests of pages on their way to an exact store
         self.prefetches: list[Prefetch] = []
         self.fetching = 0  # pages of the host
@@ -237,7 +237,7 @@ class L3:
             self.index.counters["l3_pages_skipped"] += num_pages
             if len(self._skipped) == MAX_SKIPPED:
                 del self._skipped[next(iter(self._skipped))]
-            self._skipped[end] = None
+            self._skipped[end] = num_pages
             return
         self._offer(end, num_pages)
 
@@ -255,7 +255,7 @@ class L3:
         skipped = self._skipped
         while skipped:
             end = next(iter(skipped))
-            num_pages = end.num_bytes // self.index.page_bytes
+            num_pages = skipped[end]
             gone = end.parent is None or not _ready(end)
             if not gone and self.storing and self.held_by_stores + num_pages > self.store_quota:
                 return
