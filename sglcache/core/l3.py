@@ -193,6 +193,7 @@ class Prefetch:
     probe: TicketId | None = None
     parts: deque[Part] = field(default_factory=deque)
     slots: bytes = b""  # of pages that are right, and not in the tree yet
+    left: int = 0  # pages that are there as well, and are asked for when these are in the tree
     came: int = 0  # pages that were not in the tree
     gap: bool = False  # a part did not come whole: what comes behind it is of no use
     broken: bool = False  # there was a gap, or nobody waits any more: it ends as soon as it can
@@ -514,6 +515,7 @@ class L3:
         """Take host pages for what is there, as many as may be had at once, and have them read."""
         index, least = self.index, max(1, self.config.threshold)
         pool, anchor = index.pools[HOST], prefetch.anchor
+        prefetch.left = 0
         num_pages = min(there, self.prefetch_quota - self.fetching)
         if num_pages < least or anchor is None or anchor.cells[HOST] is not None:
             pass
@@ -527,6 +529,7 @@ class L3:
             self._go_on(prefetch)
             return
         slots = b"".join(pool.take(num_pages))
+        prefetch.left = there - num_pages
         pool.leased += num_pages
         self.fetching += num_pages
         index.counters["prefetch_pages"] += num_pages
@@ -588,6 +591,9 @@ class L3:
         if prefetch.slots:
             return
         pending = bool(prefetch.parts or prefetch.probe is not None or prefetch.ahead is not None)
+        if not pending and not prefetch.broken and prefetch.left:
+            self._fetch(prefetch, prefetch.left)  # what went beyond the quota, now that the first of it is in the tree
+            return
         behind: list[Prefetch] = []
         if prefetch.broken or not pending:
             self._serve(prefetch, lambda waiter: True)

@@ -144,7 +144,14 @@ class Backups:
             return True
         chain.reverse()
         backed = node
-        count, need = self._fitting(chain, pool.free + pool.evictable - self._unlocked(backed))
+        room = pool.free + pool.evictable - self._unlocked(backed)
+        count, need = self._fitting(chain, room)
+        if not whole and need < room and count < len(chain) and self._pages_to(chain[-1]) > index.config.host_pages:
+            # All of it will never fit, so what does goes: else a prompt longer than the host would never be there.
+            chain.insert(count, index.tree.split(chain[count], (room - need) * page_bytes))
+            if demote:
+                return False  # its end goes at once, and the rest when its turn comes
+            count, need = count + 1, room
         whole |= demote
         if whole and count < len(chain):
             count = 0

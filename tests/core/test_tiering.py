@@ -67,16 +67,28 @@ def test_what_found_no_room_is_sent_as_soon_as_there_is_some() -> None:
     assert r.peek(ONE) == (0, 0)  # which made room for it
 
 
-def test_a_prompt_that_the_host_can_never_hold_is_not_tried_for_ever() -> None:
+def test_of_a_prompt_that_the_host_can_never_hold_as_much_is_copied_as_fits() -> None:
     r, one = rig(num_pages=16, host_pages=4)
-    lease = acquire(r, one, ids(1, 24))
-    r.commit(one, lease, 8)
-    r.commit(one, lease)
-    r.copies_done()
-    r.release(one, lease)
-    assert len(r.model.slot[HOST]) == 2  # of each commit all or nothing
+    put(r, one, ids(101, 108))
+    put(r, one, ids(1, 24))
+    assert r.peek(ids(1, 24)) == (24, 24)
+    assert len(r.model.slot[HOST]) == 4
     assert r.index.backups.num_skipped == 0
     assert not r.more
+    evict(r, one, 16 - r.model.num_free(DEVICE))
+    assert r.peek(ids(1, 24)) == (0, 16)
+    r.settle()
+
+
+def test_of_a_prompt_that_the_host_can_never_hold_as_much_is_written_back_as_fits() -> None:
+    r, one = writes_back(num_pages=6, host_pages=4)
+    put(r, one, ids(1, 24))
+    wait_for(r, ids(101, 124))
+    r.copies_done()
+    r.steps()
+    assert not r.waiting
+    assert r.peek(ids(1, 24)) == (0, 16)
+    r.settle()
 
 
 def test_what_was_evicted_meanwhile_is_not_tried_again() -> None:
@@ -176,19 +188,34 @@ def test_whom_somebody_uses_meanwhile_stays() -> None:
     r.settle()
 
 
-@pytest.mark.parametrize("why", ["the copy fails", "the host is full"])
-def test_what_cannot_be_copied_is_no_reason_to_wait(why: str) -> None:
-    r, one = writes_back(host_pages=4 if why == "the copy fails" else 2)
+def test_a_copy_that_fails_is_no_reason_to_stay() -> None:
+    r, one = writes_back(host_pages=4)
     put(r, one, ONE)
-    if why == "the copy fails":
-        lease = wait_for(r, ids(101, 108))
-        r.copy_done(r.in_flight()[0], ok=False)
-        r.steps()
-        assert not lease.waiting
-    else:
-        acquire(r, one, ids(101, 108))
+    lease = wait_for(r, ids(101, 108))
+    r.copy_done(r.in_flight()[0], ok=False)
+    r.steps()
+    assert not lease.waiting
     assert r.peek(ONE) == (0, 0)
-    assert len(r.model.slot[HOST]) == 0
+    assert not r.model.slot[HOST]
+    r.settle()
+
+
+def test_a_host_without_room_is_no_reason_to_wait() -> None:
+    """What a lease holds there can't be evicted."""
+    r, one = writes_back(num_pages=6, host_pages=4)
+    put(r, one, ONE)
+    other = wait_for(r, ids(101, 116))
+    r.copies_done()
+    r.steps()
+    r.release(r.runners[other.session.number], other)
+    held = acquire(r, one, ONE)
+    r.copies_done()
+    put(r, one, ids(201, 208))
+    copies = len(r.copies)
+    assert isinstance(r.acquire(one, ids(301, 308)), LeaseModel)
+    assert len(r.copies) == copies
+    assert r.peek(ids(201, 208)) == (0, 0)
+    r.release(one, held)
     r.settle()
 
 
