@@ -478,7 +478,7 @@ def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[st
     if not third["connected"]:
         state = "AWAY: all in it is a miss"
     if third["broken"]:
-        state = "BROKEN: what it held can't be read, see the log; all in it is a miss"
+        state = f"BROKEN: all in it is a miss, for {third['why']}"
     size = ""
     if third["num_pages"] is not None:
         most = f" of {_bytes(third['max_bytes'])}" if third["max_bytes"] is not None else ""

@@ -40,7 +40,7 @@ from sglcache.core.effects import Copy
 from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.tiering import WritePolicy
-from sglcache.errors import ConfigError, ProtocolError, SglcacheError, TransferError
+from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer, ways_of
 from sglcache.memory.filling import Filler
@@ -145,7 +145,7 @@ class Rank:
         parts = self._parts = build(self, loop)
         below = parts.owner.third
         if below is not None:
-            await below.open()
+            await below.open(first=not self._start.restarts)
         if parts.publisher is not None:
             parts.publisher.attach(loop)
         parts.owner.start()
@@ -541,7 +541,7 @@ def serve(fd: int) -> int:
             code = runner.run(rank.main())
     except EOFError:
         pass  # the supervisor is gone before it said anything
-    except ConfigError as exc:
+    except (ConfigError, NotInstalled) as exc:
         channel.send(failed(exc))
         code = EXIT_CONFIG
     except msgspec.DecodeError as exc:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglcache import paths
 from sglcache.config import Config
-from sglcache.errors import ConfigError, SglcacheError, StartError
+from sglcache.errors import ConfigError, NotInstalled, SglcacheError, StartError
 from sglcache.server import doors, room
 from sglcache.server.child import SIGNALS, Child
 from sglcache.server.notify import notify
@@ -259,8 +259,8 @@ class Supervisor:
         assert child.last_exit is not None
         where = f"{child.seat}: "
         failure = child.failure
-        if failure is not None and failure.code == ConfigError.code:
-            return ConfigError(where + failure.message, **failure.facts)
+        if failure is not None and failure.code in (ConfigError.code, NotInstalled.code):
+            return SglcacheError.from_code(failure.code, where + failure.message, failure.facts)
         log = "" if failure is not None else "; the log says why"
         return StartError(f"{where}it {child.last_exit['why']}, before it served{log}", rank=child.seat.offset)
 

@@ -1,8 +1,9 @@
 """The third tier of a rank: between the index's effects and the threads of a store.
 
-Its start has two halves. `open` makes the store ready, and what it can't do is a reason not to start. Then, while the
-rank serves already, the index is told what an exact store holds from earlier lives, a slice at a time; what is asked of
-L3 until that is over waits here, so nothing that is told can have gone.
+Its start has two halves. `open` makes the store ready. What it can't do is a reason for a daemon not to start; not so
+for a rank that starts again: the store is left alone, all is a miss, and it is tried again now and then. Then, while
+the rank serves already, the index is told what an exact store holds from earlier lives, a slice at a time; what is
+asked of L3 until that is over waits here, so nothing that is told can have gone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglcache.config import Config
 from sglcache.core.effects import Cancel, Fetch, Probe, Store
 from sglcache.core.l3 import L3Config
 from sglcache.core.slots import SLOT_BYTES
-from sglcache.errors import Busy, ClosedError
+from sglcache.errors import Busy, ClosedError, SglcacheError
 from sglcache.memory.geometry import Geometry, moves
 from sglcache.memory.pools import HostPools
 from sglcache.storage.build import build_store
@@ -35,6 +37,7 @@ logger = logging.getLogger("sglcache.third")
 CLOSE_S = 8.0  # of which Mooncake takes 2
 CLEARING = 1 << 62  # tickets from here on are ours: of clears
 FOR_EVER = float("inf")
+RETRY_S = 10.0  # between two tries to open a store that is left alone
 STUCK_S = 2.0  # a store that has not answered for so long is not asked for more
 
 
@@ -103,7 +106,9 @@ class ThirdTier:
     def __init__(self, config: Config, geometry: Geometry, host: HostPools, offset: int, pp_rank: int) -> None:
         """The whole daemon's `config`, and the geometry of this rank."""
         self.config = config.storage
-        store = build_store(config.storage, identity_of(config, geometry, pp_rank), pages_of(geometry, host), offset)
+        identity, pages = identity_of(config, geometry, pp_rank), pages_of(geometry, host)
+        self._build = partial(build_store, config.storage, identity, pages, offset)
+        store = self._build()
         assert store is not None, "there is no third tier"
         self.store = store
         self.name = config.storage.kind
@@ -112,7 +117,8 @@ class ThirdTier:
         self.told = told is not None and told.tell and config.events.enabled
         self.engine: Engine | None = None
         self.ready = False  # what it held is known
-        self.broken = False  # and never will be
+        self.broken = False  # it is left alone
+        self.why: str | None = None  # it is
         self.num_stores = 0  # under way
         self.idle = asyncio.Event()  # set while there are none
         self.idle.set()
@@ -126,9 +132,38 @@ class ThirdTier:
 
     # -- its life ------------------------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        """Make the store ready. StartError: the operator has to do something first."""
-        await asyncio.get_running_loop().run_in_executor(None, self.store.open)
+    async def open(self, first: bool) -> None:
+        """Make the store ready. ConfigError, NotInstalled: the operator has to do something first.
+
+        They are raised at the daemon's `first` start alone: later the store is left alone, and the rank serves.
+        """
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.store.open)
+        except Exception as exc:
+            if first:
+                raise
+            self._leave_alone(exc)
+
+    def _leave_alone(self, exc: Exception) -> None:
+        why = exc.message if isinstance(exc, SglcacheError) else f"{type(exc).__name__}: {exc}"
+        if why != self.why:
+            unexpected = None if isinstance(exc, SglcacheError) else exc
+            logger.error("the third tier can't be opened, so it is left alone: %s", why, exc_info=unexpected)
+        self.broken, self.why = True, why
+
+    async def _open_again(self) -> None:
+        """Until it can be."""
+        while self.broken:
+            await asyncio.sleep(RETRY_S)
+            store = self._build()
+            assert store is not None
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, store.open)
+            except Exception as exc:
+                self._leave_alone(exc)
+            else:
+                self.store, self.broken, self.why = store, False, None
+                logger.warning("the third tier could be opened, and is used again")
 
     def start(self, owner: Owner) -> None:
         """Tell the index what there is, then begin to work."""
@@ -141,13 +176,14 @@ class ThirdTier:
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.error("what the third tier holds can't be read, so it is left alone: %s", error, exc_info=error)
-        self.broken = True
+        self.broken, self.why = True, f"what it holds can't be read: {error}"
         waiting, self._waiting = self._waiting, deque()
         for effect in waiting:
             self._miss(effect)
 
     async def _begin(self, owner: Owner) -> None:
         loop = asyncio.get_running_loop()
+        await self._open_again()
         if self.store.exact:
             listing = self.store.listing()
             while (runs := await loop.run_in_executor(None, _next, listing)) is not None:
@@ -296,6 +332,7 @@ class ThirdTier:
         facts: dict[str, Any] = {
             "ready": self.ready,
             "broken": self.broken,
+            "why": self.why,
             "connected": stats.connected,
             "num_pages": stats.num_pages,
             "num_bytes": stats.num_bytes,

@@ -10,7 +10,7 @@
 
 The daemon makes an `Identity` (with `payload_bytes` of a page in all local shards) and `HostPages` (with the pools'
 memfds, which Mooncake's process maps), and of these a store by `build_store`. It calls `open()`: a file store of 10^5
-pages takes about a second of work, five if its index is lost; StartError or NotInstalled where the operator has to do
+pages takes about a second of work, five if its index is lost; ConfigError or NotInstalled where the operator has to do
 something; that a Mooncake master is away is no error. Then `Engine(store, done)` owns the store, and closes it with
 itself. All calls of `Engine` but close return at once:
 

@@ -19,6 +19,7 @@ disk that is full before the cap is reached is a smaller cap.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -33,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from sglcache.core.effects import Run
-from sglcache.errors import BadRequest, StartError, StorageError
+from sglcache.errors import BadRequest, ConfigError, StorageError
 from sglcache.storage.catalog import Catalog, Entry
 from sglcache.storage.disk import Buffer, Disk
 from sglcache.storage.host import HostPages
@@ -54,6 +55,7 @@ _FOLDER = re.compile(r"[0-9a-f]{32}")
 # The page is as good as it was: it is the process that can't read it now.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ENOBUFS}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_ITS_KIND = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENXIO}
 
 
 class FileStore:
@@ -95,29 +97,36 @@ class FileStore:
     # -- opening and closing ----------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the folder and find again what is in it. StartError: another has it, or it can't be written."""
+        """Take the folder and find again what is in it. ConfigError: another has it, or it can't be written."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take()
             self._own.mkdir(mode=0o700, exist_ok=True)
             self._own.chmod(0o700)
-            (self._own / "identity.json").write_bytes(
-                msgspec.json.format(msgspec.json.encode(self.form.identity)) + b"\n"
-            )
+            self._describe()
             self._find()
             self._find_others()
         except OSError as exc:
             self.close()
-            raise StartError(
-                f"storage: {self.path} can't be used ({exc.strerror or exc}); give storage.path a folder that "
-                "this user may write",
+            culprit = exc.filename or self.path
+            raise ConfigError(
+                f"storage.path: {culprit} can't be used ({exc.strerror or exc}); {_remedy(exc)}",
                 path="storage.path",
+                file=str(culprit),
             ) from exc
         except BaseException:
             self.close()
             raise
         self._make_room(0, [])
         self._catalog.flush()
+
+    def _describe(self) -> None:
+        """Say whose pages these are, for people: it is never read."""
+        path = self._own / "identity.json"
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self.form.identity)) + b"\n")
+        except OSError as exc:
+            log.warning("%s can't be written (%s); nothing needs it", path, exc.strerror or exc)
 
     def _take(self) -> None:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -126,14 +135,15 @@ class FileStore:
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(fd)
-            raise StartError(
-                f"storage: {self.path} is in use (process {holder}); give each daemon, and each rank, a "
-                "storage.path of its own",
+            raise ConfigError(
+                f"storage.path: {self.path} is in use (process {holder}); give each daemon a storage.path of its own",
                 path="storage.path",
+                file=str(self.path / "lock"),
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
+        with contextlib.suppress(OSError):  # it is for people; a disk that is full has no room for it
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def _find(self) -> None:
         """Bring catalog and files together."""
@@ -570,6 +580,15 @@ class FileStore:
     def _file(self, digest: bytes) -> str:
         name = digest.hex()
         return f"{self._own}/{name[:2]}/{name}"
+
+
+def _remedy(exc: OSError) -> str:
+    """What the operator does about it."""
+    if exc.errno in _NO_ROOM:
+        return "make room on its disk, or give storage.path a folder on another"
+    if exc.errno in _NOT_ITS_KIND:
+        return "something else has its place: move that away"
+    return "give storage.path a folder that this user may write"
 
 
 def _blocks(num_bytes: int) -> int:

@@ -28,7 +28,7 @@ import msgspec
 
 from sglcache.core.effects import Run
 from sglcache.core.key import ROOT
-from sglcache.errors import BadRequest, NotInstalled, StartError
+from sglcache.errors import BadRequest, ConfigError, NotInstalled
 from sglcache.storage.host import HostPages
 from sglcache.storage.mooncake_words import (
     Answer,
@@ -126,7 +126,7 @@ class MooncakeStore:
     def open(self) -> None:
         """Start the process and see that it can load the library. It looks for the master by itself.
 
-        NotInstalled: the library is not there. StartError: it can't be loaded.
+        NotInstalled: the library is not there. ConfigError: it can't be loaded.
         """
         self._keeper.start()
         try:
@@ -143,7 +143,7 @@ class MooncakeStore:
                 module="mooncake",
                 extra="mooncake",
             )
-        raise StartError(
+        raise ConfigError(
             f"storage: Mooncake's client can't be loaded: {loaded.error}; on Debian and Ubuntu: apt-get install "
             f"{LIBRARIES}",
             path="storage.kind",

@@ -51,7 +51,7 @@ class Store(Protocol):
     form: Form
 
     def open(self) -> None:
-        """Make it ready. StartError: the operator has to do something first."""
+        """Make it ready. ConfigError, NotInstalled: the operator has to do something first."""
 
     def exists(self, run: Run) -> int:
         """How many leading pages it has, as far as it knows."""

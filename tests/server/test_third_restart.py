@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from below import ONE, check, daemon_over, drop, files, forget, idle, put, same, stored, third_of, watching, write
 
 from sglcache.client import Client
-from sglcache.testing.daemon import Daemon, Served, until
+from sglcache.testing.daemon import Daemon, DaemonError, Served, until
 
 TWO = range(101, 165)
 
@@ -297,3 +298,41 @@ def test_a_daemon_without_events_has_a_third_tier_as_well(tmp_path: Path) -> Non
                 forget(client)
             check(client, ONE, 7, 64)
             assert client.digest()["tiers"] == {}
+
+
+EAGER = "from sglcache.server import third\nthird.RETRY_S = 0.05\n"
+
+
+def test_a_rank_that_starts_again_serves_without_a_folder_that_cannot_be_opened(tmp_path: Path) -> None:
+    """And uses it again once it can be."""
+    with daemon_over(tmp_path, prelude=EAGER) as daemon:
+        with daemon.client() as client:
+            put(client, ONE, 7)
+            stored(daemon, 16)
+        lock = tmp_path / "l3" / "rank-0" / "lock"
+        lock.unlink()
+        lock.mkdir()
+        daemon.next_life(daemon.kill_rank())
+        third = third_of(daemon)
+        assert (third["broken"], third["ready"]) == (True, False)
+        assert f"{lock} can't be used" in third["why"]
+        with daemon.client() as client:
+            put(client, TWO, 8)
+            check(client, TWO, 8, 64)
+            lock.rmdir()
+            ready(daemon)
+            third = third_of(daemon)
+            assert (third["broken"], third["why"], third["num_pages"]) == (False, None, 16)
+            check(client, ONE, 7, 64)
+            with watching(daemon, daemon.epoch) as mirror:
+                assert len(same(daemon, mirror)["DISK"]) == 16
+        assert daemon.row["restarts"] == 1
+
+
+def test_a_daemon_does_not_start_over_a_folder_that_is_anothers_and_says_so_in_a_line(tmp_path: Path) -> None:
+    with daemon_over(tmp_path), pytest.raises(DaemonError) as raised:
+        daemon_over(tmp_path, "second")
+    said = str(raised.value)
+    assert re.search(r"ConfigError: rank 0 \(dp 0, pp 0\): storage\.path: .*/l3/rank-0 is in use \(process \d+\)", said)
+    assert "served" not in said
+    assert said.count("Traceback") == 1  # of the test's own program, which has no command line to end with a line

@@ -38,7 +38,7 @@ from shelf import (
 
 from sglcache.core.effects import Run
 from sglcache.core.key import ROOT, Namespace
-from sglcache.errors import BadRequest, StartError
+from sglcache.errors import BadRequest, ConfigError
 from sglcache.storage.file import BLOCK_BYTES, FileStore
 from sglcache.storage.host import HostPages, Piece
 
@@ -235,9 +235,9 @@ def test_the_folder_is_its_owners_alone(tmp_path: Path) -> None:
 def test_a_second_store_on_the_folder_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     store = file_store(tmp_path, memory())
     put(store, run(LONG))
-    with pytest.raises(StartError, match=rf"in use .process {os.getpid()}"):
+    with pytest.raises(ConfigError, match=rf"in use .process {os.getpid()}"):
         file_store(tmp_path, memory())
-    with pytest.raises(StartError, match="in use"):
+    with pytest.raises(ConfigError, match="in use"):
         file_store(tmp_path, memory(), identity=identity(model="other"))
     assert right(store, run(LONG)) == 8
     store.close()
@@ -247,7 +247,7 @@ def test_a_second_store_on_the_folder_is_refused_until_the_first_is_gone(tmp_pat
 
 def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StartError, match=r"file.* can't be used"):
+    with pytest.raises(ConfigError, match=r"file.* can't be used"):
         file_store(tmp_path / "file" / "below", memory())
 
 
@@ -803,3 +803,31 @@ print(identity().fingerprint.hex(), run(range(32), Namespace("l", "k", "s")).dig
         said.add(subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout)
     assert len(said) == 1
     assert said.pop().split()[0] == identity().fingerprint.hex()
+
+
+def _in_the_way(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = folder / name
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        return path
+
+    return make
+
+
+def test_a_file_that_is_only_rewritten_costs_nothing(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    store.close()
+    _in_the_way("identity.json")(tmp_path / store.form.fingerprint.hex())
+    store = file_store(tmp_path, memory())
+    assert right(store, run(LONG)) == 8
+    store.close()
+
+
+def test_what_is_in_the_way_is_named_with_its_remedy(tmp_path: Path) -> None:
+    culprit = _in_the_way("lock")(tmp_path)
+    with pytest.raises(ConfigError, match="something else has its place: move that away") as raised:
+        file_store(tmp_path, memory())
+    assert (raised.value.path, raised.value.file) == ("storage.path", str(culprit))
+    assert f"{culprit} can't be used (Is a directory)" in raised.value.message
