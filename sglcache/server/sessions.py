@@ -295,13 +295,16 @@ class Member(Connection):
     def clear(self, c: control.Clear) -> None:
         third = self.owner.third
         if third is not None and c.tier == third.tier.name:
-            third.clear(lambda count: self.cleared_below(c.request, third.tier.name, count))
+            third.clear(lambda outcome: self.cleared_below(c.request, third.tier.name, outcome))
             return
         pages = self.index.clear(None if c.tier is None else _tier(c.tier))
         self.reply(control.Done(c.request, {"pages": {tier.name: count for tier, count in pages.items()}}))
 
-    def cleared_below(self, request: int, tier: str, count: int) -> None:
-        self.reply(control.Done(request, {"pages": {tier: count}}))
+    def cleared_below(self, request: int, tier: str, outcome: int | SglcacheError) -> None:
+        if isinstance(outcome, SglcacheError):
+            self.fail(request, outcome)
+        else:
+            self.reply(control.Done(request, {"pages": {tier: outcome}}))
 
     def ping(self, c: control.Ping) -> None:
         self.reply(control.Done(c.request))

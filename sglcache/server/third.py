@@ -127,7 +127,7 @@ class ThirdTier:
         self._telling: asyncio.Task[None] | None = None
         self._asked: dict[TicketId, float] = {}  # probes and fetches under way, oldest first, and since when
         self.num_spared = 0  # acquires that did not ask, for it would not have answered
-        self._clears: dict[int, Callable[[int], None]] = {}
+        self._clears: dict[int, Callable[[int | SglcacheError], None]] = {}
         self._next_clear = CLEARING
 
     # -- its life ------------------------------------------------------------------------------------------------
@@ -277,11 +277,14 @@ class ThirdTier:
                 index.l3_removed(done.removed, bad=True)
             case "clear":
                 index.l3_removed(done.removed)
-                self._clears.pop(done.ticket)(done.num_pages)
+                self._clears.pop(done.ticket)(done.error or done.num_pages)
         owner.third_done()
 
-    def clear(self, tell: Callable[[int], None]) -> None:
-        """Forget all it holds, of this rank's identity; `tell` gets the pages. Busy: its work has not begun yet."""
+    def clear(self, tell: Callable[[int | SglcacheError], None]) -> None:
+        """Forget all it holds, of this rank's identity; `tell` gets the pages, or why some are left.
+
+        Busy: its work has not begun yet.
+        """
         if self.engine is None:
             raise Busy("the third tier is not ready; clear it again in a moment, or see what the log says of it")
         ticket = self._next_clear = self._next_clear + 1

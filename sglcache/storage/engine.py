@@ -236,8 +236,17 @@ class Engine:
         """The store's answer as a completion, and a digest to be discarded."""
         ticket, kind, run, store = job.ticket, job.kind, job.run, self._store
         if kind == "clear":
-            gone = store.clear()
-            return Done(ticket, kind, len(gone) // store.form.digest_bytes, removed=gone), b""
+            num_pages, gone, left, why = store.clear()
+            error = None
+            if left != 0:
+                rest = f"{left} pages" if left is not None else "what it holds"
+                error = StorageError(
+                    f"the third tier: {num_pages} pages were removed, but {rest} could not be ({why}), and its next "
+                    "start may find them again; mend that, and clear it again",
+                    removed=num_pages,
+                    left=left,
+                )
+            return Done(ticket, kind, num_pages, removed=gone, reason="failed" if error else None, error=error), b""
         if kind == "discard":
             gone = store.discard(job.digest)
             return Done(ticket, kind, len(gone) // store.form.digest_bytes, removed=gone), b""

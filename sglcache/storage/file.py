@@ -40,7 +40,7 @@ from sglcache.storage.disk import Buffer, Disk
 from sglcache.storage.host import HostPages
 from sglcache.storage.order import NONE, Order
 from sglcache.storage.page import MAX_HEADER_BYTES, Form, Found, Identity, Reason, packed, unpacked
-from sglcache.storage.store import Got, Put, Stats, Stop
+from sglcache.storage.store import Cleared, Got, Put, Stats, Stop
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class FileStore:
         self._others_bytes = 0
         self._evicted = self._discarded = 0
         self._lock_fd = -1
+        self._left: dict[str, None] = {}  # files that a clear could not remove
         self._quiet_until, self._untold = 0.0, 0  # of warnings
 
     # -- opening and closing ----------------------------------------------------------------------------
@@ -352,6 +353,9 @@ class FileStore:
             self._warn("%s can't be written (%s)", path, exc.strerror or exc)
             self._sweep(path + TEMPORARY)
             return "full" if exc.errno in _NO_ROOM else "failed"
+        if self._left:
+            self._left.pop(path, None)
+            self._remove_left()
         entry = Entry(self._next, digest, before, name, form.tokens(run, page), num_bytes, tick)
         self._next += 1
         with self._lock:
@@ -494,18 +498,38 @@ class FileStore:
             return None
         return Entry(number, digest, header.before, packed(header.namespace), header.tokens, num_bytes, 0)
 
-    def clear(self) -> bytes:
-        """Remove every page of this identity; their digests, children first."""
+    def clear(self) -> Cleared:
+        """Remove every page of this identity, children first.
+
+        A file that can't be removed is tried again at the next clear, and when one can be written.
+        """
         with self._lock:
             rows = self._order.by_number()
         removed = []
         for row in reversed(rows):
             with self._lock:
                 digest = self._order.remove(row)
-            self._sweep(self._file(digest))
+            self._left.setdefault(self._file(digest))
             removed.append(digest)
         self._catalog.clear()
-        return b"".join(removed)
+        num_pages, why = len(self._left), ""
+        for path in list(self._left):
+            try:
+                self._disk.unlink(path)
+            except OSError as exc:
+                why = f"{path}: {exc.strerror or exc}"
+                self._warn("%s can't be removed (%s)", path, exc.strerror or exc)
+            else:
+                del self._left[path]
+        return Cleared(num_pages - len(self._left), b"".join(removed), len(self._left), why)
+
+    def _remove_left(self) -> None:
+        """What a clear has left, now that the folder can be written; up to the first that can't go."""
+        with contextlib.suppress(OSError):
+            while self._left:
+                path = next(iter(self._left))
+                self._disk.unlink(path)
+                del self._left[path]
 
     def stats(self) -> Stats:
         with self._lock:

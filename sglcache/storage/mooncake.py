@@ -43,7 +43,7 @@ from sglcache.storage.mooncake_words import (
     What,
 )
 from sglcache.storage.page import Form, Identity, Reason
-from sglcache.storage.store import Got, Put, Stats, Stop
+from sglcache.storage.store import Cleared, Got, Put, Stats, Stop
 
 log = logging.getLogger(__name__)
 
@@ -192,10 +192,10 @@ class MooncakeStore:
     def listing(self) -> Iterator[list[Run]]:
         yield from ()
 
-    def clear(self) -> bytes:
+    def clear(self) -> Cleared:
         """Remove the pages of this identity, of all hosts, as far as the master lets go of them."""
-        self._ask("clear", Run(ROOT, None, b"", b""), b"")
-        return b""
+        answer = self._ask("clear", Run(ROOT, None, b"", b""), b"")
+        return Cleared() if answer.reason is None else Cleared(left=None, why="Mooncake's master did not do it")
 
     def stats(self) -> Stats:
         return Stats(connected=self._connected)

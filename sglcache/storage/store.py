@@ -28,6 +28,15 @@ class Got(NamedTuple):
     bad: bytes = b""  # digest of a page that should be discarded: it is in the store and is no page
 
 
+class Cleared(NamedTuple):
+    """What a clear did. Pages that could not be removed are nobody's in this life, and would be there in the next."""
+
+    num_pages: int = 0  # that are gone, as far as it knows
+    removed: bytes = b""  # digests, joined: what it no longer holds (exact stores)
+    left: int | None = 0  # pages that could not be removed; None: it did not come to pass, for so many as there are
+    why: str = ""
+
+
 class Stats(NamedTuple):
     """Of a store that is open. None: only whoever keeps the pages knows."""
 
@@ -71,8 +80,8 @@ class Store(Protocol):
         What comes or goes meanwhile may be in it or not; all that a slice tells of was there when it was made.
         """
 
-    def clear(self) -> bytes:
-        """Forget all pages of this identity; the digests of what is no longer held (exact stores)."""
+    def clear(self) -> Cleared:
+        """Forget all pages of this identity, and those that an earlier clear left."""
 
     def stats(self) -> Stats: ...
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from below import ONE, Gate, check, daemon_over, drop, files, forget, idle, put, right, stored, third_of, write
 
-from sglcache.errors import BadRequest, Busy, SessionEnded
+from sglcache.errors import BadRequest, Busy, SessionEnded, StorageError
 from sglcache.testing.daemon import Daemon, Puppet, until
 
 LONG = 60.0
@@ -295,3 +295,31 @@ def test_what_cannot_be_told_of_is_left_alone_and_nobody_waits_for_it(tmp_path: 
             check(client, ONE, 7, 0, prefetch="wait_complete")
             assert client.prefetch(ONE) == (0, 0)
         idle(daemon)
+
+
+HELD_FAST = """
+import errno, os
+from sglcache.storage import disk
+real = disk.Disk.unlink
+def unlink(self, path):
+    if os.path.exists({mark!r}):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
+    return real(self, path)
+disk.Disk.unlink = unlink
+"""
+
+
+def test_a_clear_that_could_not_remove_fails_with_what_is_left(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    with daemon_over(tmp_path, prelude=HELD_FAST.format(mark=str(mark))) as daemon, daemon.client() as client:
+        put(client, ONE, 7)
+        stored(daemon, 16)
+        mark.touch()
+        with pytest.raises(StorageError, match=r"0 pages were removed, but 16 pages could not be .*not permitted"):
+            client.clear("disk")
+        assert (third_of(daemon)["num_pages"], len(files(tmp_path))) == (0, 16)
+        forget(client)
+        check(client, ONE, 7, 0)
+        mark.unlink()
+        assert client.clear("disk") == {"DISK": 16}
+        assert files(tmp_path) == []

@@ -245,7 +245,7 @@ class Laws(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        removed = pages_of(Run(ROOT, None, self.store.clear(), b""))
+        removed = pages_of(Run(ROOT, None, self.store.clear().removed, b""))
         assert sorted(removed) == sorted(self.used)
         self.used.clear()
         self.bad.clear()

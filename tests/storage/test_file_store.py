@@ -552,7 +552,7 @@ def test_other_identities_count_and_go_first(tmp_path: Path) -> None:
 def test_clear_removes_every_page_children_first(tmp_path: Path) -> None:
     store = file_store(tmp_path, memory())
     put(store, run(LONG))
-    assert store.clear() == b"".join(reversed(pages_of(run(LONG))))
+    assert store.clear() == (8, b"".join(reversed(pages_of(run(LONG)))), 0, "")
     assert (list(files(tmp_path)), store.exists(run(LONG)), listed(store)) == ([], 0, [])
     assert store.stats().num_bytes == 0
     put(store, run(LONG))
@@ -831,3 +831,34 @@ def test_what_is_in_the_way_is_named_with_its_remedy(tmp_path: Path) -> None:
         file_store(tmp_path, memory())
     assert (raised.value.path, raised.value.file) == ("storage.path", str(culprit))
     assert f"{culprit} can't be used (Is a directory)" in raised.value.message
+
+
+def test_a_clear_says_what_it_could_not_remove_and_removes_it_later(tmp_path: Path) -> None:
+    broken = [False]
+
+    def before(name: str, path: str) -> None:
+        if broken[0] and name in ("unlink", "write"):
+            raise OSError(EROFS, os.strerror(EROFS), path)
+
+    store = file_store(tmp_path, memory(), disk=FailingDisk(before))
+    put(store, run(LONG))
+    broken[0] = True
+    cleared = store.clear()
+    assert (cleared.num_pages, cleared.left, len(cleared.removed)) == (0, 8, 8 * 16)
+    assert "Read-only file system" in cleared.why
+    assert store.exists(run(LONG)) == 0
+    assert (store.clear().left, store.clear().removed) == (8, b"")
+    broken[0] = False
+    assert store.clear() == (8, b"", 0, "")
+    assert not list(files(tmp_path))
+    put(store, run(LONG))
+    broken[0] = True
+    assert store.clear().left == 8
+    broken[0] = False
+    other = run(range(5000, 5000 + PAGE))
+    put(store, other)  # the folder can be written again, so what was cleared goes
+    assert [path.name for path in files(tmp_path)] == [pages_of(other)[0].hex()]
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert (store.exists(run(LONG)), store.exists(other)) == (0, 1)
+    store.close()

@@ -16,7 +16,7 @@ from sglcache.core.effects import Run
 from sglcache.errors import BadRequest, ClosedError, StorageError
 from sglcache.storage.engine import NO_TICKET, Done, Engine
 from sglcache.storage.page import Form
-from sglcache.storage.store import Got, Put, Stats, Stop
+from sglcache.storage.store import Cleared, Got, Put, Stats, Stop
 
 WAIT_S = 20.0
 
@@ -70,9 +70,9 @@ class Held:
     def listing(self) -> Iterator[list[Run]]:
         yield from ()
 
-    def clear(self) -> bytes:
+    def clear(self) -> Cleared:
         self.pass_("clear")
-        return b""
+        return Cleared()
 
     def stats(self) -> Stats:
         return Stats()
