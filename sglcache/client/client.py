@@ -21,8 +21,10 @@ forked child it is closed: the child must attach anew. Torch is loaded when a te
 from __future__ import annotations
 
 import contextlib
+import difflib
 import operator
 import os
+import reprlib
 import sys
 import threading
 import weakref
@@ -107,7 +109,7 @@ class AcquireOptions(NamespaceOptions, total=False):
     """What to do about pages that only the third tier has: none; best_effort (have them fetched for later requests, and
     go on); timeout (wait for them so long); wait_complete. None: as the daemon is configured."""
     prefetch_timeout_s: float | None
-    """timeout: how long, instead of as the daemon is configured."""
+    """timeout: how long, instead of as the daemon is configured. Another policy named with it is refused."""
 
 
 class Prefetched(NamedTuple):
@@ -320,7 +322,7 @@ class Client(Member):
     def acquire_begin(self, tokens: Tokens, **options: Unpack[AcquireOptions]) -> Pending[Lease]:
         """As `acquire`, without waiting. Several are served in their order, and may be answered in another."""
         packed = pack(tokens)
-        checked = _checked(options)
+        checked = checked_acquire(options)
         connection = self._connection
         with connection.lock:
             request = connection.number()
@@ -374,6 +376,7 @@ class Client(Member):
     def peek_begin(self, tokens: Tokens, **namespace: Unpack[NamespaceOptions]) -> Pending[Peeked]:
         """As `peek`, without waiting."""
         packed = pack(tokens)
+        _check_names("peek", namespace, _NAMESPACE)
         checked = _checked(namespace)
         connection = self._connection
         with connection.lock:
@@ -390,8 +393,8 @@ class Client(Member):
     ) -> Prefetched:
         """Have what only the third tier has of a sequence brought to the host, ahead of the request that will need it.
 
-        Answered when it is there, or will not be; with a `timeout_s` (policy timeout) or policy best_effort before
-        that, too, and then what is under way goes on. `policy` None: as the daemon is configured.
+        Answered when it is there, or will not be; with policy timeout (after `timeout_s`) or best_effort before that,
+        too, and then what is under way goes on. `policy` None: as the daemon is configured. Both as an acquire's.
         """
         return self.prefetch_begin(tokens, policy=policy, timeout_s=timeout_s, **namespace).wait()
 
@@ -405,9 +408,9 @@ class Client(Member):
     ) -> Pending[Prefetched]:
         """As `prefetch`, without waiting."""
         packed = pack(tokens)
-        if timeout_s is not None and policy == "wait_complete":
-            policy = "timeout"
+        _check_names("prefetch", namespace, (*_NAMESPACE, "policy", "timeout_s"))
         checked = _checked({**namespace, "policy": policy, "timeout_s": timeout_s})
+        _check_timeout(checked, "policy", "timeout_s")
         connection = self._connection
         with connection.lock:
             request = connection.number()
@@ -427,10 +430,11 @@ class Client(Member):
         """Keep what is cached of `tokens` from eviction for `ttl_s` seconds, in the name of `owner`; its tokens."""
         packed = pack(tokens)
         _checked({"owner": owner, "lora": lora, "extra_key": extra_key, "cache_salt": cache_salt})
-        if not 0 < ttl_s <= control.MAX_TTL_S:
-            raise BadRequest(f"ttl_s={ttl_s}: more than 0 and at most {control.MAX_TTL_S} seconds", argument="ttl_s")
+        seconds = _seconds("ttl_s", ttl_s)
+        if not seconds:
+            raise BadRequest(f"ttl_s={ttl_s}: more than 0 and at most {control.MAX_TTL_S:g} seconds", argument="ttl_s")
         with self._connection.lock:
-            command = control.Pin(self._connection.number(), packed, owner, float(ttl_s), lora, extra_key, cache_salt)
+            command = control.Pin(self._connection.number(), packed, owner, seconds, lora, extra_key, cache_salt)
             return int(self._call(command)["pinned_tokens"])
 
     def unpin(self, owner: str) -> int:
@@ -552,7 +556,9 @@ class Client(Member):
         items = []
         for lease, tokens, reserve, upto in batch:
             if not isinstance(lease, Lease) or not lease.is_of(self):
-                raise BadRequest(f"{lease!r} is no lease of this client's, so it can't extend it", argument="batch")
+                raise BadRequest(
+                    f"{_shown(lease)} is no lease of this client's, so it can't extend it", argument="batch"
+                )
             checked = _checked({"reserve": reserve, "upto": upto}) if reserve != 0 or upto is not None else _NO_ROOM
             items.append(control.Extension(lease.id, pack(tokens), **checked))
         if len(items) > control.MAX_EXTENSIONS:
@@ -602,7 +608,7 @@ class Worker(Member):
         """
         _check_event(event)
         if ticket is not None and (not isinstance(ticket, int) or not 0 <= ticket < 1 << 63):
-            raise BadRequest(f"ticket {ticket!r} is none that a scheduler's command gave", argument="ticket")
+            raise BadRequest(f"ticket {_shown(ticket)} is none that a scheduler's command gave", argument="ticket")
         with self._connection.lock:
             if event is None:
                 event = Event(*self._record())
@@ -619,12 +625,15 @@ def _offset(rank: tuple[int, int] | None, dp_size: int | None) -> int:
     parts: tuple[object, ...] = (*wanted, dp_size) if isinstance(wanted, tuple | list) else ()
     good = all(isinstance(part, int) and not isinstance(part, bool) for part in parts if part is not None)
     if len(parts) != 3 or not good or None in wanted:
-        raise BadRequest(f"rank={rank!r}, dp_size={dp_size!r}: rank is (dp_rank, pp_rank), integers", argument="rank")
+        raise BadRequest(
+            f"rank={_shown(rank)}, dp_size={_shown(dp_size)}: rank is (dp_rank, pp_rank), integers", argument="rank"
+        )
     dp_rank, pp_rank = wanted
     if dp_rank < 0 or pp_rank < 0 or (dp_size is not None and not dp_rank < dp_size):
-        size = "" if dp_size is None else f" with dp_size={dp_size}"
+        size = "" if dp_size is None else f" with dp_size={_shown(dp_size)}"
         raise BadRequest(
-            f"there is no rank (dp {dp_rank}, pp {pp_rank}){size}: dp_rank is 0..dp_size - 1, pp_rank 0..pp_size - 1",
+            f"there is no rank (dp {_shown(dp_rank)}, pp {_shown(pp_rank)}){size}: dp_rank is 0..dp_size - 1, "
+            f"pp_rank 0..pp_size - 1",
             argument="rank",
         )
     return pp_rank * (1 if dp_size is None else dp_size) + dp_rank
@@ -636,10 +645,11 @@ def _check_rank(welcome: control.Welcome, rank: tuple[int, int] | None, dp_size:
     if (rank is None or tuple(rank) == there) and dp_size in (None, welcome.dp_size):
         return
     dp_rank, pp_rank = (0, 0) if rank is None else rank
+    size = "" if dp_size is None else f" of dp_size {_shown(dp_size)}"
     raise BadRequest(
-        f"rank (dp {dp_rank}, pp {pp_rank}){'' if dp_size is None else f' of dp_size {dp_size}'} was asked for, and at "
-        f"{path} is rank (dp {there[0]}, pp {there[1]}) of dp_size {welcome.dp_size}, pp_size {welcome.pp_size}; give "
-        f"dp_size={welcome.dp_size} and a rank within these, or that rank's own socket",
+        f"rank (dp {_shown(dp_rank)}, pp {_shown(pp_rank)}){size} was asked for, and at {path} is rank (dp {there[0]}, "
+        f"pp {there[1]}) of dp_size {welcome.dp_size}, pp_size {welcome.pp_size}; give dp_size={welcome.dp_size} and a "
+        f"rank within these, or that rank's own socket",
         argument="rank",
         wanted=[dp_rank, pp_rank],
         there=list(there),
@@ -653,7 +663,7 @@ def _extension(each: object) -> Extension:
         return Extension(*each)  # type: ignore[misc]
     except TypeError as exc:
         raise BadRequest(
-            f"{each!r} in a batch: (lease, tokens, reserve, upto) is needed, all but the lease optional",
+            f"{_shown(each)} in a batch: (lease, tokens, reserve, upto) is needed, all but the lease optional",
             argument="batch",
         ) from exc
 
@@ -690,14 +700,59 @@ _TEXTS = {
     "session_id": control.MAX_NAME,
     "tenant": control.MAX_NAME,
     "owner": control.MAX_NAME,
-    "prefetch": control.MAX_NAME,
-    "policy": control.MAX_NAME,
     "tier": control.MAX_NAME,
     "name": control.MAX_NAME,
 }
 _CHOICES = {"prefetch": control.PREFETCH_POLICIES, "policy": control.PREFETCH_POLICIES}
 _NEEDED = frozenset(("reserve", "priority", "owner"))  # None is no value of these
+_NAMESPACE = tuple(NamespaceOptions.__annotations__)
+_ACQUIRE = tuple(AcquireOptions.__annotations__)  # the namespace's first
 _NO_ROOM: dict[str, Any] = {"reserve": 0, "upto": None}
+
+
+class _Shown(reprlib.Repr):
+    """`repr` of what a caller gave, short however long that is; of a long integer Python would refuse the digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"<an integer of {x.bit_length()} bits>"
+
+
+def _shown(value: object) -> str:
+    return _Shown().repr(value)
+
+
+def _check_names(verb: str, options: Mapping[str, object], known: Sequence[str]) -> None:
+    """BadRequest: `verb` has no option of one of these names."""
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+            raise BadRequest(f"{verb} has no option {_shown(name)}; {hint}", argument=name)
+
+
+def checked_acquire(options: AcquireOptions) -> dict[str, Any]:
+    """An acquire's options as its frame carries them. BadRequest, by the name of the first that is wrong."""
+    if not options:
+        return {}
+    _check_names("acquire", options, _ACQUIRE)
+    checked = _checked(options)
+    _check_timeout(checked, "prefetch", "prefetch_timeout_s")
+    return checked
+
+
+def _check_timeout(checked: Mapping[str, Any], policy: str, timeout_s: str) -> None:
+    """BadRequest: a timeout for a policy that has none. With none named it is the daemon's, if that has one."""
+    seconds, named = checked.get(timeout_s), checked.get(policy)
+    if seconds is not None and named not in (None, "timeout"):
+        raise BadRequest(
+            f"{timeout_s}={seconds:g} with {policy}={named!r}, which has no timeout; use {policy}='timeout', or leave "
+            f"{timeout_s} out",
+            argument=timeout_s,
+        )
 
 
 def _checked(options: Mapping[str, object]) -> dict[str, Any]:
@@ -710,14 +765,16 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
             checked[name] = None
         elif name.endswith("_s"):
             checked[name] = _seconds(name, value)
+        elif (choices := _CHOICES.get(name)) is not None:
+            if not isinstance(value, str) or value not in choices:
+                raise BadRequest(f"{name}={_shown(value)} is unknown; use {', '.join(choices)}, or None", argument=name)
+            checked[name] = value
         elif most is not None:
             if not isinstance(value, str) or len(value) > most:
-                what = f"{len(value)} characters" if isinstance(value, str) else f"{value!r}, no text"
-                raise BadRequest(f"{name} of {what}: at most {most} characters", argument=name)
+                what = f"of {len(value)} characters" if isinstance(value, str) else f"{_shown(value)} is no text"
+                raise BadRequest(f"{name} {what}: at most {most} characters", argument=name)
             if not value.isascii():
                 _check_text(name, value)
-            if (choices := _CHOICES.get(name)) is not None and value not in choices:
-                raise BadRequest(f"{name}={value!r} is unknown; use {', '.join(choices)}, or None", argument=name)
             checked[name] = value
         else:
             least = -control.MAX_COUNT if name == "priority" else 0
@@ -726,7 +783,7 @@ def _checked(options: Mapping[str, object]) -> dict[str, Any]:
             except TypeError:
                 count = None
             if count is None or not least <= count <= control.MAX_COUNT:
-                raise BadRequest(f"{name}={value!r}: an integer of {least} to {control.MAX_COUNT}", argument=name)
+                raise BadRequest(f"{name}={_shown(value)}: an integer of {least} to {control.MAX_COUNT}", argument=name)
             checked[name] = count
     return checked
 
@@ -735,14 +792,16 @@ def _check_text(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as exc:
-        raise BadRequest(f"{name}={value!a} is no text: {exc.reason} at character {exc.start}", argument=name) from None
+        raise BadRequest(
+            f"{name}={value[:80]!a} is no text: {exc.reason} at character {exc.start}", argument=name
+        ) from None
 
 
 def _seconds(name: str, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= control.MAX_TTL_S:
-        raise BadRequest(f"{name}={value!r}: seconds, 0 to {control.MAX_TTL_S:g}", argument=name)
+        raise BadRequest(f"{name}={_shown(value)}: seconds, 0 to {control.MAX_TTL_S:g}", argument=name)
     return float(value)
 
 
@@ -751,7 +810,7 @@ def _check_event(event: Event | None) -> None:
         return
     good = isinstance(event, Event) and all(isinstance(part, int) and 0 <= part < 1 << 63 for part in event)
     if not good or event.event > control.MAX_COUNT:
-        raise BadRequest(f"{event} is none that `record` gave", argument="event")
+        raise BadRequest(f"{_shown(event)} is none that `record` gave", argument="event")
 
 
 def _name(name: str | None) -> str:

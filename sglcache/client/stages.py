@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
+from sglcache.client.client import checked_acquire
 from sglcache.client.connection import Pending
 from sglcache.core.key import pack
 from sglcache.errors import BadRequest, Changed, SglcacheError
@@ -32,6 +33,7 @@ def acquire_alike(
     """
     if not stages or tries < 1 or options.get("exact") is not None:
         raise BadRequest(f"{len(stages)} stages, tries={tries}: at least one of each, and `exact` is found out here")
+    checked_acquire(options)
     packed = pack(tokens)
     whole = math.lcm(*(stage.geometry.page_size for stage in stages))
     limit = options.pop("limit", None)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import pytest
 import sglcache
 from sglcache.client import Client
 from sglcache.client.client import Event
+from sglcache.client.stages import acquire_alike
 from sglcache.errors import (
     BadRequest,
     Busy,
@@ -435,6 +437,69 @@ def test_a_wrong_argument_is_refused_by_name_and_costs_nothing(client: Client, a
     client.ping()
 
 
+def test_an_option_that_there_is_not_is_refused_by_name_with_the_nearest_or_all(client: Client) -> None:
+    for wrong, said in (
+        (lambda: client.acquire([1], prefech="none"), "acquire has no option 'prefech'; did you mean prefetch"),  # type: ignore[call-arg]
+        (lambda: client.acquire([1], bogus=1), "acquire has no option 'bogus'; it has lora, extra_key, .*priority"),  # type: ignore[call-arg]
+        (lambda: client.peek([1], salt="a"), "peek has no option 'salt'; did you mean cache_salt"),  # type: ignore[call-arg]
+        (lambda: client.peek([1], limit=1), "peek has no option 'limit'; it has lora, extra_key, cache_salt$"),  # type: ignore[call-arg]
+        (lambda: client.prefetch([1], bogus=1), "prefetch has no option 'bogus'; it has lora, .*policy, timeout_s$"),  # type: ignore[call-arg]
+        (lambda: client.prefetch([1], timeout=1), "prefetch has no option 'timeout'; did you mean timeout_s"),  # type: ignore[call-arg]
+        (lambda: acquire_alike([client], [1], prefech="none"), "did you mean prefetch"),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(BadRequest, match=said) as caught:
+            wrong()
+        assert caught.value.facts["argument"] in str(caught.value)
+    client.ping()
+
+
+@pytest.mark.parametrize("wrong", ["", "soon", "\ud800", 1, True, b"none", ["none"], "x" * 1000], ids=ascii)
+def test_a_policy_that_is_none_is_refused_with_those_that_there_are(client: Client, wrong: Any) -> None:
+    for begin in (lambda: client.acquire([1], prefetch=wrong), lambda: client.prefetch([1], policy=wrong)):
+        with pytest.raises(BadRequest, match=r"none, best_effort, timeout, wait_complete, or None$") as caught:
+            begin()
+        assert len(str(caught.value)) < 250
+    client.ping()
+
+
+@pytest.mark.parametrize("policy", ["none", "best_effort", "wait_complete"])
+def test_a_timeout_of_a_policy_that_has_none_is_refused_by_acquire_and_prefetch_alike(
+    client: Client, policy: str
+) -> None:
+    for argument, wrong in (
+        ("prefetch_timeout_s", lambda: client.acquire([1], prefetch=policy, prefetch_timeout_s=1)),
+        ("timeout_s", lambda: client.prefetch([1], policy=policy, timeout_s=1)),
+        ("prefetch_timeout_s", lambda: acquire_alike([client], [1], prefetch=policy, prefetch_timeout_s=1)),
+    ):
+        with pytest.raises(BadRequest, match=f"^{argument}=1.*{policy}.*timeout") as caught:
+            wrong()
+        assert caught.value.facts["argument"] == argument
+    for prefetch in ("timeout", None):
+        client.acquire([1], prefetch=prefetch, prefetch_timeout_s=1).release()
+        assert client.prefetch([1], policy=prefetch, timeout_s=1) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "long",
+    [10**400, -(10**5000), [10**5000], "9" * 5000, [[1] * 100] * 100],
+    ids=["400", "-5000", "in a list", "text", "lists"],
+)
+def test_what_is_wrong_is_shown_short_however_long_it_is(client: Client, long: Any) -> None:
+    for wrong in (
+        lambda: client.acquire([1], limit=long),
+        lambda: client.acquire([1], prefetch="timeout", prefetch_timeout_s=long),
+        lambda: client.prefetch([1], policy="timeout", timeout_s=long),
+        lambda: client.pin([1], "me", long),
+        lambda: client.clear(long),
+        lambda: client.extend([long]),
+        lambda: Client(client.socket, rank=(long, 0)),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            wrong()
+        assert len(str(caught.value)) < 400
+    client.ping()
+
+
 def test_wrong_arguments_of_a_lease_cost_nothing_and_numpys_integers_are_integers(client: Client) -> None:
     lease = client.acquire([1, 2, 3], limit=np.int64(2), reserve=np.uint8(1))
     for wrong in (
@@ -514,8 +579,8 @@ def test_what_is_too_much_for_a_frame_says_how_many_tokens_fit(client: Client) -
     lease.release()
 
 
-@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 86401.0])
-def test_a_wrong_ttl_is_refused(client: Client, ttl_s: float) -> None:
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 86401.0, True, "1", None])
+def test_a_wrong_ttl_is_refused(client: Client, ttl_s: object) -> None:
     with pytest.raises(BadRequest, match="ttl_s"):
-        client.pin([1, 2, 3], "me", ttl_s)
+        client.pin([1, 2, 3], "me", ttl_s)  # type: ignore[arg-type]
     client.ping()

@@ -190,7 +190,7 @@ def test_a_prefetch_brings_a_prompt_to_the_host_ahead_of_its_request(slow: Daemo
 def test_a_prefetch_that_is_not_waited_for_any_longer_goes_on(slow: Daemon, gate: Gate) -> None:
     with slow.client() as client:
         with gate.held():
-            assert client.prefetch(ONE, timeout_s=0.05) == (0, 0)
+            assert client.prefetch(ONE, policy="timeout", timeout_s=0.05) == (0, 0)
             gate.wait()
             assert slow.pool("HOST")["fenced"] == 0
         until(lambda: client.peek(ONE) == (0, 64))
