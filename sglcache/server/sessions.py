@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -294,10 +294,14 @@ class Member(Connection):
 
     def clear(self, c: control.Clear) -> None:
         third = self.owner.third
-        if third is not None and c.tier == third.tier.name:
+        tiers = [Tier(number) for number in range(len(self.index.pools))]
+        if third is not None:
+            tiers.append(third.tier)
+        tier = None if c.tier is None else _tier(c.tier, tiers, "clear")
+        if third is not None and tier is third.tier:
             third.clear(lambda outcome: self.cleared_below(c.request, third.tier.name, outcome))
             return
-        pages = self.index.clear(None if c.tier is None else _tier(c.tier))
+        pages = self.index.clear(tier)
         self.reply(control.Done(c.request, {"pages": {tier.name: count for tier, count in pages.items()}}))
 
     def cleared_below(self, request: int, tier: str, outcome: int | SglcacheError) -> None:
@@ -316,8 +320,7 @@ class Member(Connection):
             self.reply(control.Done(c.request, self.sessions.status(False)))
 
     def dump(self, c: control.Dump) -> None:
-        below = c.tier == Tier.DISK.name and Tier.DISK in self.index.told_tiers
-        tier = Tier.DISK if below else _tier(c.tier)
+        tier = _tier(c.tier, self.index.told_tiers, "dump")
         self.owner.loop.call_soon(_Dump(self, c.request, tier).go_on)
 
     def digest(self, c: control.Digest) -> None:
@@ -797,8 +800,11 @@ def _check_policy(name: str) -> None:
         )
 
 
-def _tier(name: str) -> Tier:
-    """A tier that the index holds."""
-    if name not in (Tier.DEVICE.name, Tier.HOST.name):
-        raise BadRequest(f"there is no tier {name!r} in the index; use DEVICE or HOST", tier=name)
-    return Tier[name]
+def _tier(name: str, tiers: Sequence[Tier], verb: str) -> Tier:
+    """One of `tiers`, those that this rank has for `verb`, by its name. BadRequest: none of these."""
+    for tier in tiers:
+        if tier.name == name:
+            return tier
+    *others, last = [tier.name for tier in tiers]
+    there = f"{', '.join(others)} or {last}" if others else last
+    raise BadRequest(f"there is no tier {name!r} to {verb} here; use {there}", tier=name)

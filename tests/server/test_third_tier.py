@@ -233,8 +233,27 @@ def test_a_clear_of_the_third_tier_is_its_own(daemon: Daemon, tmp_path: Path) ->
         stored(daemon, 16)
         forget(client)
         check(client, ONE, 8, 64)
-        with pytest.raises(BadRequest, match="DEVICE"):
-            client.clear("external")
+
+
+def test_a_tier_that_this_daemon_has_not_is_refused_with_those_that_it_has(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        for tier in ("external", "l3", ""):
+            for verb in (client.clear, client.dump):
+                with pytest.raises(BadRequest, match=r"use DEVICE, HOST or DISK$") as caught:
+                    verb(tier)
+                assert caught.value.facts["tier"] == tier.upper()
+
+
+def test_a_tier_of_a_daemon_without_it_or_that_nobody_is_told_of_is_refused_likewise(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "one", host={"num_tokens": 0}) as daemon, daemon.client() as client:
+        for tier in ("host", "disk"):
+            for verb in (client.clear, client.dump):
+                with pytest.raises(BadRequest, match=r"no tier .*use DEVICE$"):
+                    verb(tier)
+    with daemon_over(tmp_path, events={"enabled": False}) as daemon, daemon.client() as client:
+        assert client.clear("disk") == {"DISK": 0}
+        with pytest.raises(BadRequest, match=r"DISK.*use DEVICE or HOST$"):
+            client.dump("disk")
 
 
 def test_a_clear_is_busy_while_something_is_fetched_or_stored(tmp_path: Path) -> None:

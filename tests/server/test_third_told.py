@@ -118,7 +118,7 @@ def test_a_daemon_without_a_third_tier_says_so(tmp_path: Path) -> None:
         assert daemon.ask()["ranks"][0]["third"] is None
         done = run("clear", "--tier", "disk", "--socket", str(daemon.socket))
         assert done.returncode == 2
-        assert "there is no tier 'DISK' in the index" in done.stderr
+        assert "there is no tier 'DISK' to clear here; use DEVICE or HOST" in done.stderr
         assert "third  " not in run("status", "--socket", str(daemon.socket)).stdout
 
 
