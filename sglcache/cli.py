@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -74,6 +75,16 @@ def cli() -> None:
 
     Start one with `sglcache serve`; the other commands talk to it.
     """
+
+
+class Number(click.FloatRange):
+    """A finite number within a range: nan is within every range that click looks at, and ends no wait."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 socket_option = click.option(
@@ -567,7 +578,14 @@ def _event_lines(mirror: Mirror, medium: str | None) -> Iterator[str]:
     type=click.Choice(["device", "host", "disk", "external"]),
     help="Only this tier; by default the device and the host. disk: the third tier's folder; external: Mooncake.",
 )
-@click.option("--wait", "wait_s", default=5.0, show_default=True, help="Seconds to wait for leases and copies to end.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=Number(min=0),
+    default=5.0,
+    show_default=True,
+    help="Seconds to wait for leases and copies to end.",
+)
 @json_option
 def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float, as_json: bool) -> int:
     """Drop what is cached above the third tier. While a rank's leases or copies are live it drops nothing: it says what
@@ -621,7 +639,7 @@ def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     metavar="R",
     help="So many requests a second at most; by default as fast as the clients can.",
 )

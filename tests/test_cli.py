@@ -104,6 +104,17 @@ def test_wrong_usage_exits_2() -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "args", [["clear", "--wait"], ["replay", "--rate"], ["verify", "--duration"], ["verify", "--timeout"]], ids=" ".join
+)
+@pytest.mark.parametrize("number", ["-1", "nan", "inf", "-inf"])
+def test_a_number_that_is_no_length_of_time_and_no_rate_is_wrong_usage(args: list[str], number: str) -> None:
+    done = run(*args, number)
+    assert done.returncode == 2
+    assert args[-1] in done.stderr
+    assert number in done.stderr
+
+
 def test_check_prints_the_whole_configuration_for_programs() -> None:
     done = run("check", "--json", "--set", "pool.page_size=64")
     assert done.returncode == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sglcache import paths, ranks
-from sglcache.cli import EXIT_FAILED, json_option, socket_option
+from sglcache.cli import EXIT_FAILED, Number, json_option, socket_option
 from sglcache.client.doctor import Options, examine
 from sglcache.commands.curve import curve_of, curve_options
 from sglcache.errors import ConfigError, Unavailable
@@ -26,7 +26,7 @@ def doctor() -> None:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0.1),
+    type=Number(min=0.1),
     default=10.0,
     show_default=True,
     metavar="SECONDS",

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import click
 
-from sglcache.cli import EXIT_FAILED, Target, each_of, json_option, observer_of, rank_option, socket_option, targets_of
+from sglcache.cli import (
+    EXIT_FAILED,
+    Number,
+    Target,
+    each_of,
+    json_option,
+    observer_of,
+    rank_option,
+    socket_option,
+    targets_of,
+)
 from sglcache.client import verify as work
 from sglcache.commands.curve import curve_of, curve_options
 
@@ -19,7 +29,7 @@ from sglcache.commands.curve import curve_of, curve_options
 @click.option(
     "--duration",
     "duration_s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=2.0,
     show_default=True,
     metavar="SECONDS",
@@ -28,7 +38,7 @@ from sglcache.commands.curve import curve_of, curve_options
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0.1),
+    type=Number(min=0.1),
     default=30.0,
     show_default=True,
     metavar="SECONDS",
