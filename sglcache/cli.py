@@ -485,6 +485,8 @@ def _show_status(facts: dict[str, Any]) -> None:
 
 def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[str]:
     """What a rank's status says of its third tier."""
+    import time
+
     state = "ready" if third["ready"] else "reading what it holds"
     if not third["connected"]:
         state = "AWAY: all in it is a miss"
@@ -495,6 +497,9 @@ def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[st
         most = f" of {_bytes(third['max_bytes'])}" if third["max_bytes"] is not None else ""
         size = f"; {third['num_pages']:,} pages, {_bytes(third['num_bytes'] or 0)}{most}"
     yield f"third     {third['kind']}, {state}{size}; told of as {third['medium'] or 'nothing'}"
+    if third["unwritable_since"] is not None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(third["unwritable_since"]))
+        yield f"          NOT WRITABLE since {since}, so nothing is stored: {third['unwritable_why']}"
     ways = (("stored", "not_stored"), ("fetched", "misses"))
     moved = [
         f"{third.get(f'{way}_pages', 0):,} pages {way} ({_bytes(third.get(f'{way}_bytes', 0))} in "

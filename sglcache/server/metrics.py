@@ -130,6 +130,7 @@ THIRD: tuple[tuple[str, str, bool, str], ...] = (
     ("ready", "sglcache_third_ready", False, "1 once it is known what the third tier held before this life."),
     ("connected", "sglcache_third_connected", False, "1 while the third tier can be asked; else all in it is a miss."),
     ("broken", "sglcache_third_broken", False, "1 if what it held can't be read: it is left alone, all is a miss."),
+    ("writable", "sglcache_third_writable", False, "1 unless the last page to be stored could not be written."),
     ("spared", "sglcache_third_spared_acquires", True, "Acquires that did not ask it, for it did not answer others."),
     ("num_pages", "sglcache_third_pages", False, "Pages that the third tier holds."),
     ("num_bytes", "sglcache_third_bytes", False, "Bytes that these take."),

@@ -86,13 +86,15 @@ class FileStore:
         self._order = Order(self.form.digest_bytes)
         self._catalog = Catalog(self._own / "index.db")
         # Around the order: calls of no more than some hundred rows, and never a file.
-        self._lock = threading.Lock()
+        self._mutex = threading.Lock()
         self._next = 1  # number of a page in the catalog
         self._others: list[tuple[str, int]] = []  # files of other identities and their bytes; the oldest is last
         self._others_bytes = 0
         self._evicted = self._discarded = 0
         self._lock_fd = -1
         self._left: dict[str, None] = {}  # files that a clear could not remove
+        self._unwritable: tuple[float, str] | None = None  # since when, and why
+        self._lost = False  # another daemon has the folder
         self._quiet_until, self._untold = 0.0, 0  # of warnings
 
     # -- opening and closing ----------------------------------------------------------------------------
@@ -130,6 +132,19 @@ class FileStore:
             log.warning("%s can't be written (%s); nothing needs it", path, exc.strerror or exc)
 
     def _take(self) -> None:
+        """Have the lock, of this name and not of a file that had it. ConfigError: another has it."""
+        self._try_lock()
+        while not self._has_lock():
+            self._try_lock()
+
+    def _has_lock(self) -> bool:
+        try:
+            there, ours = os.stat(self.path / "lock", follow_symlinks=False), os.fstat(self._lock_fd)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, ours)
+
+    def _try_lock(self) -> None:
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,10 +156,47 @@ class FileStore:
                 path="storage.path",
                 file=str(self.path / "lock"),
             ) from None
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
         self._lock_fd = fd
         with contextlib.suppress(OSError):  # it is for people; a disk that is full has no room for it
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _keep(self) -> bytes:
+        """See to it that the folder is there, and ours; digests of what went with one that is not there any more.
+
+        Somebody may have moved or removed it, or its lock alone. ConfigError, OSError: it can't be had; once another
+        has it, never again in this life, for what is in it then is not known.
+        """
+        if self._has_lock() and self._own.is_dir():
+            return b""
+        if self._lost:
+            raise ConfigError(f"{self.path} is another daemon's now; start this rank again", path="storage.path")
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._take()
+        except ConfigError:
+            self._lost = True
+            raise
+        if self._own.is_dir():
+            log.warning("%s was removed or replaced; it is held again", self.path / "lock")
+            return b""
+        log.warning("%s is not there any more, and is made again; what was in it is lost", self._own)
+        with self._mutex:
+            rows = self._order.by_number()
+        removed = []
+        for row in reversed(rows):
+            with self._mutex:
+                removed.append(self._order.remove(row))
+        self._left.clear()
+        self._catalog.close()
+        self._own.mkdir(mode=0o700)
+        self._describe()
+        self._catalog = Catalog(self._own / "index.db")
+        self._catalog.open()
+        self._find_others()
+        return b"".join(removed)
 
     def _find(self) -> None:
         """Bring catalog and files together."""
@@ -290,7 +342,7 @@ class FileStore:
     def exists(self, run: Run) -> int:
         """How many leading pages it has. From memory."""
         order, form = self._order, self.form
-        with self._lock:
+        with self._mutex:
             num_pages = form.num_pages(run)
             for page in range(num_pages):
                 if form.digest(run, page) not in order:
@@ -305,7 +357,12 @@ class FileStore:
         rows = array("q")
         new = 0
         reason: Reason | None = None
-        with self._lock:
+        try:
+            removed.append(self._keep())
+        except (ConfigError, OSError) as exc:
+            self._cannot_write(exc, self.path)
+            return Put(bytes(mask), 0, reason="failed")
+        with self._mutex:
             tick = self._order.tick = self._order.tick + 1
             row = NONE if run.before is None else self._order.row(run.before)
         for page in range(len(mask)):
@@ -350,18 +407,24 @@ class FileStore:
                     raise
                 self._place(path, parts)
         except OSError as exc:
-            self._warn("%s can't be written (%s)", path, exc.strerror or exc)
+            self._cannot_write(exc, path)
             self._sweep(path + TEMPORARY)
             return "full" if exc.errno in _NO_ROOM else "failed"
+        self._unwritable = None
         if self._left:
             self._left.pop(path, None)
             self._remove_left()
         entry = Entry(self._next, digest, before, name, form.tokens(run, page), num_bytes, tick)
         self._next += 1
-        with self._lock:
+        with self._mutex:
             self._order.add(digest, parent, num_bytes, entry.number, tick)
         self._catalog.add(entry)
         return None
+
+    def _cannot_write(self, exc: ConfigError | OSError, path: str | Path) -> None:
+        why = exc.message if isinstance(exc, ConfigError) else f"{exc.filename or path}: {exc.strerror or exc}"
+        self._unwritable = (self._unwritable or (time.time(), ""))[0], why
+        self._warn("nothing can be stored: %s", why)
 
     def _place(self, path: str, parts: Sequence[Buffer]) -> None:
         temporary = path + TEMPORARY
@@ -406,7 +469,7 @@ class FileStore:
                 self._warn("page %s is not what it should be: %s", digest.hex(), got.reason)
                 break
             rows.append(row)
-        with self._lock:
+        with self._mutex:
             tick = self._order.tick = self._order.tick + 1
         self._use(rows, tick)
         return got
@@ -429,7 +492,7 @@ class FileStore:
 
     def discard(self, digest: bytes) -> bytes:
         """Throw a bad page away. Its file may be there still, if the disk does not let go of it."""
-        with self._lock:
+        with self._mutex:
             row = self._order.row(digest)
             if row == NONE:
                 return b""
@@ -441,13 +504,13 @@ class FileStore:
 
     def listing(self) -> Iterator[list[Run]]:
         """All pages, parents first, in runs as long as they come. From any thread, at any time."""
-        with self._lock:
+        with self._mutex:
             rows = self._order.by_number()
             numbers = [self._order.number(row) for row in rows]
         told: set[int] = set()  # numbers
         for first in range(0, len(rows), SLICE):
             here: list[tuple[int, int]] = []  # row, number
-            with self._lock:
+            with self._mutex:
                 for row, number in zip(rows[first : first + SLICE], numbers[first : first + SLICE], strict=True):
                     chain: list[tuple[int, int]] = []
                     while row >= 0 and number and self._order.number(row) == number and number not in told:
@@ -503,11 +566,15 @@ class FileStore:
 
         A file that can't be removed is tried again at the next clear, and when one can be written.
         """
-        with self._lock:
+        try:
+            removed = [self._keep()]
+        except (ConfigError, OSError) as exc:
+            self._cannot_write(exc, self.path)
+            return Cleared(left=None, why=self.stats().unwritable_why or "")
+        with self._mutex:
             rows = self._order.by_number()
-        removed = []
         for row in reversed(rows):
-            with self._lock:
+            with self._mutex:
                 digest = self._order.remove(row)
             self._left.setdefault(self._file(digest))
             removed.append(digest)
@@ -532,9 +599,18 @@ class FileStore:
                 del self._left[path]
 
     def stats(self) -> Stats:
-        with self._lock:
+        with self._mutex:
             order = self._order
-            return Stats(len(order), self._total, self.max_bytes, self._evicted, self._discarded)
+            since, why = self._unwritable or (None, None)
+            return Stats(
+                len(order),
+                self._total,
+                self.max_bytes,
+                self._evicted,
+                self._discarded,
+                unwritable_since=since,
+                unwritable_why=why,
+            )
 
     # -- room -------------------------------------------------------------------------------------------
 
@@ -569,7 +645,7 @@ class FileStore:
                 self._sweep(path)
                 _rmdirs(path, self.path)
                 continue
-            with self._lock:
+            with self._mutex:
                 row = self._order.victim(keep)
                 if row == NONE:
                     return
@@ -581,7 +657,7 @@ class FileStore:
 
     def _use(self, rows: array[int], tick: int) -> None:
         if rows:
-            with self._lock:
+            with self._mutex:
                 self._order.use(rows, tick)
                 numbers = [self._order.number(row) for row in rows]
             self._catalog.use(numbers, tick)

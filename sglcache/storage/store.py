@@ -46,6 +46,8 @@ class Stats(NamedTuple):
     evicted_pages: int = 0  # since it was opened; likewise below
     discarded_pages: int = 0
     connected: bool = True  # it can be asked; what it can't be asked for is a miss
+    unwritable_since: float | None = None  # Unix time since which nothing could be stored; None: it can be
+    unwritable_why: str | None = None
 
 
 class Store(Protocol):

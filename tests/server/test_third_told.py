@@ -191,3 +191,27 @@ def test_check_counts_the_memory_that_mooncakes_clients_take() -> None:
         weighed.refuse(room.Machine(room.Limit(7 << 30, "RAM")))
     done = run("check", *(part for pair in pairs for part in ("--set", pair)), "--ram", "1 TB")
     assert "third tier: Mooncake at h:1, 3.288 GB (3.062 GiB) of this host's RAM for its clients" in done.stdout
+
+
+def test_a_folder_that_cannot_be_written_is_told_of_with_its_reason_until_it_can(tmp_path: Path) -> None:
+    with daemon_over(tmp_path, http={"enabled": True, "port": 0}) as daemon, daemon.client() as client:
+        put(client, ONE, 7)
+        stored(daemon, 16)
+        (tmp_path / "l3").rename(tmp_path / "moved")
+        (tmp_path / "l3").write_text("in the way")
+        put(client, range(101, 165), 8)
+        until(lambda: not third_of(daemon)["writable"])
+        daemon.settle()
+        said = " ".join(run("status", "--socket", str(daemon.socket)).stdout.split())
+        assert "NOT WRITABLE since 20" in said
+        assert f"{tmp_path}/l3" in said
+        with urllib.request.urlopen(f"{daemon.info['http']}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        assert [float(line.split()[1]) for line in lines if line.startswith("sglcache_third_writable{")] == [0.0]
+        (tmp_path / "l3").unlink()
+        put(client, range(201, 265), 9)
+        until(lambda: third_of(daemon)["writable"] and third_of(daemon)["num_pages"] == 16)
+        forget(client)
+        with client.acquire(range(201, 265)) as lease:
+            assert lease.matched_tokens == 64
+            right(client, lease, 9)

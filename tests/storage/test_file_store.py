@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -861,4 +862,59 @@ def test_a_clear_says_what_it_could_not_remove_and_removes_it_later(tmp_path: Pa
     store.close()
     store = file_store(tmp_path, memory())
     assert (store.exists(run(LONG)), store.exists(other)) == (0, 1)
+    store.close()
+
+
+def test_a_folder_that_went_is_made_again_and_its_pages_are_told_as_gone(tmp_path: Path) -> None:
+    store = file_store(tmp_path / "l3", memory())
+    put(store, run(LONG))
+    (tmp_path / "l3").rename(tmp_path / "gone")
+    it = run(range(5000, 5000 + 2 * PAGE))
+    done = store.put(it, write(store._pages, it), never)
+    assert (done.mask, done.reason) == (b"\1\1", None)
+    assert sorted(pages_of(Run(ROOT, None, done.removed, b""))) == sorted(pages_of(run(LONG)))
+    assert (store.exists(run(LONG)), store.stats().num_pages, right(store, it)) == (0, 2, 2)
+    with pytest.raises(ConfigError, match="in use"):
+        file_store(tmp_path / "l3", memory())
+    store.close()
+    store = file_store(tmp_path / "l3", memory())
+    assert right(store, it) == 2
+    store.close()
+
+
+def test_a_lock_that_was_removed_is_held_anew_or_the_folder_is_left_to_who_has_it(tmp_path: Path) -> None:
+    store = file_store(tmp_path, memory())
+    put(store, run(LONG))
+    (tmp_path / "lock").unlink()
+    it = run(range(5000, 5000 + 2 * PAGE))
+    assert put(store, it) == b"\1\1"
+    with pytest.raises(ConfigError, match="in use"):
+        file_store(tmp_path, memory())
+    (tmp_path / "lock").unlink()
+    second = file_store(tmp_path, memory())
+    other = run(range(6000, 6000 + 2 * PAGE))
+    assert put(store, other) == b"\0\0"
+    assert "in use" in str(store.stats().unwritable_why)
+    assert store.clear().left is None
+    assert right(second, run(LONG)) == 8
+    second.close()
+    assert put(store, other) == b"\0\0"
+    assert "another daemon's now" in str(store.stats().unwritable_why)
+    store.close()
+
+
+def test_a_store_says_since_when_and_why_it_cannot_be_written(tmp_path: Path) -> None:
+    disk = failing("write", EROFS, 2)
+    store = file_store(tmp_path, memory(), disk=disk)
+    assert store.stats().unwritable_since is None
+    began = time.time()
+    put(store, run(LONG))
+    since = store.stats().unwritable_since
+    assert since is not None
+    assert began <= since <= time.time()
+    assert "Read-only file system" in str(store.stats().unwritable_why)
+    put(store, run(LONG))
+    assert store.stats().unwritable_since == since
+    put(store, run(LONG))
+    assert (store.stats().unwritable_since, store.stats().unwritable_why) == (None, None)
     store.close()
