@@ -128,6 +128,12 @@ def size_text(num_bytes: int) -> str:
     return f"{number} {name}"
 
 
+def _name(value: str) -> str:
+    if value != value.strip():
+        raise ValueError("write the name without blanks around it")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(size_text, return_type=str)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Host = Annotated[str, AfterValidator(_host)]
@@ -689,7 +695,7 @@ class StateConfig(Section):
 class Config(Section):
     """Everything that `sglcache serve` can be told. Build it with `load` or `parse`, which speak to people."""
 
-    model_name: str = Field(
+    model_name: Annotated[str, AfterValidator(_name)] = Field(
         default="default", min_length=1, max_length=256, description="The model's name, for routers and /server_info."
     )
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The device pool.")
@@ -921,6 +927,8 @@ def _describe(problem: Any, sources: Mapping[str, str]) -> str:
     message = (message[:1].lower() + message[1:]).replace("input should be", "must be")
     if problem["type"] == "string_type":
         message += f"; quote it: {dotted}='\"{value}\"'" if sources.get(dotted) == "--set" else "; quote it"
+    if problem["type"] == "greater_than_equal" and isinstance(_default_of(dotted), str):
+        message = f'must be at least "{size_text(problem["ctx"]["ge"])}"'
     if problem["type"] in ("model_type", "model_attributes_type"):
         message = f"a section is wanted: [{dotted}], then its keys"
     default = _default(dotted)
@@ -953,8 +961,13 @@ def _general(dotted: str) -> str:
     return ".".join(part for part in dotted.split(".") if not part.isdigit())
 
 
+def _default_of(dotted: str) -> Any:
+    """As a file has it: a size is text."""
+    return keys().get(_general(dotted))
+
+
 def _default(dotted: str) -> str:
-    default = keys().get(_general(dotted))
+    default = _default_of(dotted)
     return "" if default is None else _show(default)
 
 

@@ -133,7 +133,7 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         ("pool.size=GiB", "pool.size", "write a number and a unit"),
         ("host.size=true", "host.size", "write a number and a unit"),
         ("events.ring_size=67108864", "events.ring_size", 'bytes are "67108864 B"'),
-        ("events.ring_size=1 kB", "events.ring_size", "greater than or equal to 65536"),
+        ("events.ring_size=1 kB", "events.ring_size", 'at least "64 KiB"'),
         ("pool.kv_lora_rank=512", "pool.qk_rope_head_dim", "latents have both; write it"),
         ("pool.qk_rope_head_dim=64", "pool.kv_lora_rank", "write both, or head_dim"),
         ("pool.device=tpu", "pool.device", "'cpu' or 'cuda'"),
@@ -442,3 +442,14 @@ def test_a_third_tier_needs_a_model_and_a_host_tier() -> None:
     config = load(overrides=[*file, "model_name=m", "storage.size=2 GiB"])
     assert (config.storage.size, config.storage.low_water) == (2 << 30, 0.95)
     assert load(overrides=["model_name=m", "storage.kind=mooncake", "storage.master=h:1"]).storage.segment_size == 0
+
+
+def test_a_size_that_is_too_small_is_told_with_its_unit() -> None:
+    with pytest.raises(ConfigError, match=r'storage\.size = .*: must be at least "1 MiB"'):
+        load(None, ["storage.size=0 B"])
+
+
+@pytest.mark.parametrize("name", [" ", " m", "m\n"])
+def test_a_models_name_has_no_blanks_around_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"model_name = .*: write the name without blanks around it"):
+        parse({"model_name": name})

@@ -12,8 +12,11 @@ ring of event batches.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import resource
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -291,42 +294,78 @@ class DiskRoom(NamedTuple):
     want: int  # bytes, when it is full
     used: int  # bytes of what is there already
     free: int  # bytes that the disk has left for this user
+    in_use: tuple[str, ...] = ()  # folders of ranks that a daemon has now
 
     @property
     def warnings(self) -> list[str]:
+        busy = [f"{folder} is in use by a daemon that runs: beside it another can't start" for folder in self.in_use]
         if self.want <= self.used + self.free:
-            return []
+            return busy
         return [
+            *busy,
             f"storage.size lets the ranks store {told(self.want)}, and the disk of {self.path} has {told(self.free)} "
             f"free beside {told(self.used)} that are stored there: once it is full nothing more is stored; lower "
-            "storage.size, or move storage.path"
+            "storage.size, or move storage.path",
         ]
 
 
 def disk(config: Config, *, patient: bool = True) -> DiskRoom | None:
-    """None: nothing is kept on a disk. ConfigError: the folder can't be used.
+    """None: nothing is kept on a disk. ConfigError: a rank's folder can't be used, as making one beside it shows.
 
-    What is there is counted file by file; unless `patient`, only where it matters to the warning.
+    What is there is counted file by file; unless `patient`, only where it matters to the warning, and whether a daemon
+    has it is left to the ranks.
     """
     storage = config.storage
     if storage.kind != "file" or storage.path is None:
         return None
-    there = storage.path
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is no folder" if not there.is_dir() else "can't be written by this user"
-        raise ConfigError(
-            f"storage.path = {storage.path}: {there} {why}; give a folder that this user may write",
-            path="storage.path",
-            value=str(storage.path),
-        )
+    parallel = config.parallel
+    folders = [storage.path / f"rank-{pp * parallel.dp_size + dp}" for dp, pp in parallel.local()]
+    for there in dict.fromkeys(map(_nearest, folders)):
+        if why := _refusal(there, made=there in folders):
+            raise ConfigError(
+                f"storage.path = {storage.path}: {there} {why}", path="storage.path", value=str(storage.path)
+            )
+    there = _nearest(storage.path)
     try:
         status = os.statvfs(there)
     except OSError as exc:
         raise ConfigError(f"storage.path = {storage.path}: {exc.strerror}", path="storage.path") from None
     want, free = storage.size * len(config.parallel.local()), status.f_bavail * status.f_frsize
-    return DiskRoom(storage.path, want, _used(storage.path) if patient or want > free else 0, free)
+    in_use = tuple(str(folder) for folder in folders if patient and _is_locked(folder / "lock"))
+    return DiskRoom(storage.path, want, _used(storage.path) if patient or want > free else 0, free, in_use)
+
+
+def _nearest(path: Path) -> Path:
+    """Of it and the folders above it the first that is there."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _refusal(folder: Path, made: bool) -> str | None:
+    """Why nothing can be made in it. `made`: it need not have room, what is there can be served."""
+    if not folder.is_dir():
+        return "is no folder; give a folder that this user may write"
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".sglcache-", dir=folder))
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return f"can't be written ({exc.strerror}); give a folder that this user may write"
+        if not made:
+            return f"has no room ({exc.strerror}); make some, or give a folder on another disk"
+    return None
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a daemon holds it."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _used(folder: Path) -> int:

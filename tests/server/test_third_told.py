@@ -215,3 +215,23 @@ def test_a_folder_that_cannot_be_written_is_told_of_with_its_reason_until_it_can
         with client.acquire(range(201, 265)) as lease:
             assert lease.matched_tokens == 64
             right(client, lease, 9)
+
+
+def test_check_refuses_what_cannot_be_written_whatever_its_mode_says(tmp_path: Path) -> None:
+    """Nobody may make a folder in /proc, not even who may write everywhere."""
+    done = run("check", *[part for option in options(Path("/proc/x")) for part in ("--set", option)])
+    assert done.returncode == 2
+    assert "/proc can't be written (No such file or directory)" in done.stderr
+    (tmp_path / "rank-0").write_text("")
+    with pytest.raises(ConfigError, match=r"rank-0 is no folder"):
+        room.disk(load(None, options(tmp_path)))
+
+
+def test_check_says_that_a_daemon_has_the_folder(tmp_path: Path) -> None:
+    with daemon_over(tmp_path):
+        done = run("check", *[part for option in options(tmp_path / "l3") for part in ("--set", option)])
+        assert (done.returncode, "rank-0 is in use by a daemon that runs" in done.stdout) == (0, True)
+    found = room.disk(load(None, options(tmp_path / "l3")))
+    assert found is not None
+    assert found.in_use == ()
+    assert sorted(path.name for path in (tmp_path / "l3").iterdir()) == ["rank-0"]  # nothing is left of the trial
