@@ -304,8 +304,8 @@ class DiskRoom(NamedTuple):
         return [
             *busy,
             f"storage.size lets the ranks store {told(self.want)}, and the disk of {self.path} has {told(self.free)} "
-            f"free beside {told(self.used)} that are stored there: once it is full nothing more is stored; lower "
-            "storage.size, or move storage.path",
+            f"free beside {told(self.used)} that are stored there: once it is full the oldest pages go for new ones; "
+            "lower storage.size, or move storage.path",
         ]
 
 
