@@ -445,7 +445,10 @@ def test_a_port_that_was_taken_between_two_lives_is_waited_for(tmp_path: Path) -
 
 def test_two_daemons_may_not_count_in_one_state_folder(tmp_path: Path) -> None:
     with Daemon(tmp_path / "a", state={"dir": str(tmp_path)}) as first:
-        with pytest.raises(DaemonError, match=r"ConfigError: a live daemon counts its event stream in .*rank-0\.json"):
+        with pytest.raises(
+            DaemonError,
+            match=r"ConfigError: rank 0 \(dp 0, pp 0\): a live daemon counts its event stream in .*rank-0\.json",
+        ):
             Daemon(tmp_path / "b", state={"dir": str(tmp_path)})
         first.status()
 
