@@ -497,6 +497,9 @@ def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[st
         most = f" of {_bytes(third['max_bytes'])}" if third["max_bytes"] is not None else ""
         size = f"; {third['num_pages']:,} pages, {_bytes(third['num_bytes'] or 0)}{most}"
     yield f"third     {third['kind']}, {state}{size}; told of as {third['medium'] or 'nothing'}"
+    words = {"behind": "behind one of these", "orphan": "without the page before them"}
+    if third["others_bytes"]:
+        yield f"          {_bytes(third['others_bytes'])} of these are other models' or forms' pages, which go first"
     if third["unwritable_since"] is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(third["unwritable_since"]))
         yield f"          NOT WRITABLE since {since}, so nothing is stored: {third['unwritable_why']}"
@@ -509,7 +512,7 @@ def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[st
     waits = [f"{count:,} {kind}" for kind, count in third["queued"].items() if count]
     yield f"          {', '.join(moved)}; waiting: {', '.join(waits) or 'nothing'}"
     for way, key in ways:
-        reasons = [f"{count:,} {reason}" for reason, count in third.get(key, {}).items() if count]
+        reasons = [f"{count:,} {words.get(reason, reason)}" for reason, count in third.get(key, {}).items() if count]
         if way == "stored" and counters["l3_pages_skipped"]:
             later = counters["l3_stores_retried"]
             reasons.append(f"{counters['l3_pages_skipped']:,} while too many waited ({later:,} paths later)")

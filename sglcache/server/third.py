@@ -340,6 +340,7 @@ class ThirdTier:
             "num_pages": stats.num_pages,
             "num_bytes": stats.num_bytes,
             "max_bytes": stats.max_bytes,
+            "others_bytes": stats.others_bytes,
             "writable": not self.broken and stats.unwritable_why is None,
             "unwritable_since": stats.unwritable_since,
             "unwritable_why": stats.unwritable_why,

@@ -272,7 +272,13 @@ class Engine:
         if done.reason is not None:
             counters.reasons[kind][done.reason] += 1
             right = done.mask.count(1) if kind == "store" else done.num_pages
-            counters.missed[kind][done.reason] += max(len(job.slots) - right, 0)
+            lost = max(len(job.slots) - right, 0)
+            if kind == "fetch" and done.reason != "cancelled" and lost:
+                counters.missed[kind][done.reason] += 1
+                if lost > 1:  # these may be as good as ever
+                    counters.missed[kind]["behind"] += lost - 1
+            else:
+                counters.missed[kind][done.reason] += lost
 
 
 def _nothing(job: _Job) -> bytes:

@@ -51,6 +51,7 @@ HEAD_BYTES = 4096  # of a file, at first, for its header
 TEMPORARY = ".tmp"
 QUIET_S = 10.0  # between warnings
 
+_ABOUT = {"identity.json", "index.db", "index.db-journal", "index.db-wal", "index.db-shm"}  # no pages
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 # The page is as good as it was: it is the process that can't read it now.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ENOBUFS}
@@ -315,6 +316,7 @@ class FileStore:
         for folder in others:
             if folder == str(self._own):
                 continue
+            _remove_empty(folder)
             for place, _, names in os.walk(folder):
                 for name in names:
                     path = os.path.join(place, name)
@@ -608,6 +610,7 @@ class FileStore:
                 self.max_bytes,
                 self._evicted,
                 self._discarded,
+                others_bytes=self._others_bytes,
                 unwritable_since=since,
                 unwritable_why=why,
             )
@@ -693,6 +696,17 @@ def _remedy(exc: OSError) -> str:
 
 def _blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _remove_empty(folder: str) -> None:
+    """Of an identity's folder what holds nothing; and all of it, once it holds no page."""
+    for place, _, names in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            if place == folder and set(os.listdir(place)) <= _ABOUT:
+                for name in names:
+                    os.unlink(os.path.join(place, name))
+            if place == folder or not names:
+                os.rmdir(place)
 
 
 def _rmdirs(path: str, root: Path) -> None:

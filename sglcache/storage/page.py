@@ -42,9 +42,20 @@ _TAIL_BYTES = 2 * HASH_BYTES
 
 # Why a page that was asked for is none: it is not there; its bytes are not what was put; it is another's; it ends too
 # soon; it could not be read. Why one was not put: the write failed; there is no room that could be made; the page
-# before it is not held. And the caller cancelled.
-Reason = Literal["missing", "corrupt", "foreign", "short", "failed", "full", "orphan", "cancelled"]
-REASONS: tuple[Reason, ...] = ("missing", "corrupt", "foreign", "short", "failed", "full", "orphan", "cancelled")
+# before it is not held. And the caller cancelled, or it is behind one that
+# is none for another reason, and was not looked at.
+Reason = Literal["missing", "corrupt", "foreign", "short", "failed", "full", "orphan", "cancelled", "behind"]
+REASONS: tuple[Reason, ...] = (
+    "missing",
+    "corrupt",
+    "foreign",
+    "short",
+    "failed",
+    "full",
+    "orphan",
+    "cancelled",
+    "behind",
+)
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,6 +46,7 @@ class Stats(NamedTuple):
     evicted_pages: int = 0  # since it was opened; likewise below
     discarded_pages: int = 0
     connected: bool = True  # it can be asked; what it can't be asked for is a miss
+    others_bytes: int = 0  # of num_bytes, what other identities have there
     unwritable_since: float | None = None  # Unix time since which nothing could be stored; None: it can be
     unwritable_why: str | None = None
 

@@ -145,6 +145,7 @@ def test_a_harmed_file_is_a_counted_miss_and_costs_itself_alone(tmp_path: Path, 
         check(client, TWO, 8, 64)
         misses = third_of(daemon)["misses"]
         assert sum(misses.values()) == 6
+        assert misses["behind"] == 5  # which were not looked at
         assert all(count > 0 for count in misses.values())
         until(lambda: third_of(daemon)["num_pages"] == 31)
         until(lambda: third_of(daemon)["discarded_pages"] == 1)

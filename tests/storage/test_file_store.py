@@ -918,3 +918,25 @@ def test_a_store_says_since_when_and_why_it_cannot_be_written(tmp_path: Path) ->
     put(store, run(LONG))
     assert (store.stats().unwritable_since, store.stats().unwritable_why) == (None, None)
     store.close()
+
+
+def test_what_other_identities_have_is_told_and_their_empty_folders_go(tmp_path: Path) -> None:
+    old = file_store(tmp_path, memory(), identity=identity(model="old"))
+    put(old, run(LONG))
+    old.close()
+    folder = tmp_path / old.form.fingerprint.hex()
+    store = file_store(tmp_path, memory())
+    stats = store.stats()
+    assert (stats.num_pages, stats.others_bytes, folder.exists()) == (0, stats.num_bytes, True)
+    assert stats.others_bytes >= 8 * BLOCK_BYTES
+    store.close()
+    for path in files(folder):
+        path.unlink()
+    store = file_store(tmp_path, memory())
+    assert (store.stats().others_bytes, folder.exists()) == (0, False)
+    (folder / "ab").mkdir(parents=True)
+    (folder / "strange").write_text("left alone")
+    store.close()
+    store = file_store(tmp_path, memory())
+    assert [path.name for path in folder.iterdir()] == ["strange"]
+    store.close()

@@ -149,7 +149,7 @@ def test_a_bad_page_is_missed_and_then_told_of_as_removed_by_itself(tmp_path: Pa
         Done(2, "fetch", 2, reason="short"),
         Done(NO_TICKET, "discard", 1, removed=bad),
     ]
-    assert desk.engine.counters.missed["fetch"] == {"short": 2}
+    assert desk.engine.counters.missed["fetch"] == {"short": 1, "behind": 1}
     desk.engine.fetch(3, FOUR, slots(4))
     assert desk.next() == Done(3, "fetch", 2, reason="missing")
     desk.engine.close(WAIT_S)
@@ -226,7 +226,7 @@ def test_a_store_that_raises_is_an_error_of_that_ticket_alone(store: Held, error
     assert all(isinstance(each.error, StorageError) and each.reason == "failed" for each in done.values())
     assert done[1].mask == bytes(4)
     assert desk.engine.counters.errors == 4
-    assert desk.engine.counters.missed["fetch"] == {"failed": 4}
+    assert desk.engine.counters.missed["fetch"] == {"failed": 1, "behind": 3}
     store.error = None
     desk.engine.probe(3, FOUR)
     store.gate.release()
