@@ -270,6 +270,7 @@ def test_a_rank_that_hangs_is_told_of_within_the_deadline_and_is_well_again_afte
         assert time.monotonic() - started < 2.0
         assert info["ranks"][2]["epoch"] == row["epoch"], "what is known of it is told"
         whole.rank(0).status()
+        until(lambda: "rank 2 (dp 0, pp 1) is stuck" in whole.said())  # who looks now and then has seen it, too
     finally:
         os.kill(row["pid"], signal.SIGCONT)
     until(lambda: get(whole, "/health")[0] == 200, 5.0)
