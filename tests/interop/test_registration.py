@@ -15,7 +15,7 @@ from sglcache.testing.daemon import until
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(300)]
 
-MODEL = "default"
+MODEL = "test"  # of a test's daemon
 INSTANCE = 7
 HEARD_S = 30.0  # the daemon looks every 10 s whether it is still known
 
