@@ -4,12 +4,13 @@ The tree has no nodes for it. Two journeys go through the host pool, and each pa
 tokens by the storage part, so a hash alone decides nothing.
 
 **Down.** What a write-through has brought to the host is put into L3: the path is pinned on the host until the store is
-over. Stores that wait may hold a share of the pool at most; what comes beyond is skipped, and counted.
+over. Stores that wait may hold a share of the pool at most; what comes beyond is counted, and stored later.
 
 **Up.** An acquire whose match ends before its tokens do may have the rest fetched, as may a request of its own
 (`Prefetch`): its digests are made by the cut, in slices; L3 is asked how many leading pages it has (an exact one has
 told us); host pages are taken for these, within a quota; parts are fetched, and each that is right, and all before it,
-joins the tree on the host alone, by one rule: where the tree has a ready cell, keep it. Then whoever waits acquires,
+joins the tree on the host alone, by one rule: where the tree has a ready cell, keep it. What is beyond the quota is
+fetched once that has joined. Then whoever waits acquires,
 and finds a host hit like any other. Who waits has a deadline; what comes later is for others. A page under a fetch is
 in nobody's hands until the fetch is over, cancelled or not.
 

@@ -54,7 +54,7 @@ def config_of(config: Config, geometry: Geometry) -> L3Config | None:
         threshold=max(1, -(-storage.prefetch_threshold // size)),
         prefetch_quota=max(1, int(geometry.host_pages * storage.prefetch_share)),
         store_quota=max(1, int(geometry.host_pages * storage.store_share)),
-        part=max(1, (storage.prefetch_part // (geometry.page_bytes * geometry.num_parts)) or 1),
+        part=max(1, storage.prefetch_part // (geometry.page_bytes * geometry.num_parts)),
     )
 
 
