@@ -48,7 +48,10 @@ class Heard:
                 continue
             tier, hashes = MEDIA[str(event.medium)], set(event.block_hashes)
             if isinstance(event, BlockStored):
-                assert not hashes & present[tier], "what is there comes"
+                again = hashes & present[tier]
+                assert not again, (
+                    f"what is there comes: {tier.name}, {len(again)} of {len(hashes)} blocks, number {fact.seq}"
+                )
                 present[tier] |= hashes
                 self.stored[tier] += len(hashes)
                 continue
@@ -67,12 +70,16 @@ def test_what_each_tier_has_is_told_whatever_is_written_when(
     rig = Rig(tmp_path, shim, opened, **{**FULL, "host": {**FULL["host"], "write_policy": policy}})
     rng = random.Random(0)
     cases: Counter[tuple[str, str]] = Counter()
-    for seed in (1, 2, 3):
+    rare = dict.fromkeys((*CASES, BELOW), 0)
+    for seed in range(1, 13):  # how much is on the disk when it is asked depends on how fast that is
         rig.drive(60, seed)
         rig.settle()
         cases += agree(rig, askable(rig.prompts[-60:], PAGE, rng))
-    rare = {case: cases["plain", case] + cases["named", case] for case in (*CASES, BELOW)}
-    rare = {case: count for case, count in rare.items() if count <= LEAST}
+        rare = {
+            case: count for case in (*CASES, BELOW) if (count := cases["plain", case] + cases["named", case]) <= LEAST
+        }
+        if seed >= 3 and not rare:
+            break
     assert not rare, f"too rare to say anything: {rare}, of {cases}"
     one_block_less_is_noticed(rig, rng)
     heard, status = Heard(rig.facts), rig.daemon.status()
@@ -83,7 +90,7 @@ def test_what_each_tier_has_is_told_whatever_is_written_when(
     assert min(counters["load_pages"], counters["prefetched_pages"]) > LEAST
     if policy == "write_back":
         assert heard.kept > LEAST
-        assert heard.lost == counters["unbacked_pages"], "it left the device before it was told of on the host"
+        assert heard.lost <= counters["backup_pages_skipped"], "it left the device before it was told of on the host"
 
 
 def test_what_is_fetched_is_told_of_on_the_host_when_it_is_there(tmp_path: Path, shim: Path, opened: ExitStack) -> None:
