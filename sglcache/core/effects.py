@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglcache.core.key import Namespace
@@ -9,11 +10,20 @@ from sglcache.errors import SglcacheError
 from sglcache.units import LeaseId, Seq, SessionId, TicketId, Tier
 
 
+class Part(NamedTuple):
+    """What a copy takes of a companion; slots as a Copy's."""
+
+    resource: str
+    src_slots: bytes  # int32 [n]
+    dst_slots: bytes  # int32 [n]
+
+
 class Copy(NamedTuple):
-    """Copy pages between two tiers of one resource, every shard of them; then call `Index.copy_done(ticket, ok)`.
+    """Copy pages between two tiers, every shard of them; then call `Index.copy_done(ticket, ok)`, once for all of it.
 
     Copies of one direction complete in the order they were queued. `src_slots` and `dst_slots` are page
-    slots of the source and target pool, packed int32, of equal length, free of repeats.
+    slots of the source and target pool, packed int32, of equal length, free of repeats; with companions' `more`
+    there may be none.
     """
 
     ticket: TicketId
@@ -23,6 +33,7 @@ class Copy(NamedTuple):
     src_slots: bytes  # int32 [n]
     dst_slots: bytes  # int32 [n]
     lease: LeaseId | None  # the lease whose host hit is loaded; None for a write-through
+    more: tuple[Part, ...] = ()  # of companions: of a load they are there before its first layer
 
 
 class Run(NamedTuple):
@@ -72,6 +83,19 @@ class Publish(NamedTuple):
     num_blocks: int  # stored and removed together
 
 
+class Share(NamedTuple):
+    """What a lease has of a companion.
+
+    By page (a window): `slots` are of the lease's pages from `first` on, to the end of its table. By end (a state):
+    they are its own, which it may write, and from `source` it reads, and no more, the state with which its match ends.
+    """
+
+    resource: str
+    first: int  # by page: a page of the lease's table; by end: 0
+    slots: bytes  # int32 [n], of the device
+    source: int | None = None  # by end; None: there is none, it begins with nothing
+
+
 class Grant(NamedTuple):
     """The answer to acquire.
 
@@ -84,6 +108,8 @@ class Grant(NamedTuple):
     host_tokens: int  # of them, those that come from the host: readable once the load's events are done
     slots: bytes  # int32 [num_pages], the whole page table
     load: TicketId | None  # the load-back's ticket where host_tokens > 0
+    shares: tuple[Share, ...] = ()  # of each companion
+    reaches: tuple[int, ...] = ()  # tokens that Full would match, then each companion with it; the match is of all
 
 
 class Extended(NamedTuple):
@@ -94,6 +120,7 @@ class Extended(NamedTuple):
     """
 
     results: list[bytes | SglcacheError]
+    shares: Sequence[tuple[bytes, ...]] = ()  # with companions: the new slots of each, for each item; () for an error
 
 
 class Committed(NamedTuple):
@@ -110,6 +137,7 @@ class Committed(NamedTuple):
     slots: bytes  # int32 [n], canonical, for pages first_page..first_page+n-1; empty: all are as they were
     num_duplicates: int
     reply: int  # this answer's number in its session, from 1
+    shares: tuple[Share, ...] = ()  # as they are now; by page: no slots where all that are left are as they were
 
 
 class Released(NamedTuple):

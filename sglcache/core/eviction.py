@@ -75,8 +75,8 @@ class Facts:
 
     __slots__ = ("blank", "by_use", "depth", "history", "hits", "kids", "kinds", "priority")
 
-    def __init__(self, policies: Sequence[Policy], hits: bool = False) -> None:
-        count = len(policies)
+    def __init__(self, policies: Sequence[Policy], count: int, hits: bool = False) -> None:
+        """`policies`: of the first of `count` cells; the others have none."""
         names = {policy.name for policy in policies}
         self.blank: list[Any] = [None] * count + [0] * count + [None] * (2 * count)  # the cells of a new node
         self.kids = [0 if policy.name == "lru" else self._place(0) for policy in policies]
@@ -238,6 +238,10 @@ class Recency:
             fresher.cells[self.older] = low
 
     def check(self, holders: Iterator[Node], found: list[str]) -> Iterator[None]:
+        yield from self._check(holders, found, lone=False)
+
+    def _check(self, holders: Iterator[Node], found: list[str], lone: bool) -> Iterator[None]:
+        """`lone`: a node may go before its descendants."""
         places: dict[Node, int] = {}
         before, node = self.end, self.end.cells[self.fresher]
         while node is not self.end:
@@ -259,11 +263,90 @@ class Recency:
             unlocked += lock == 0
             if (node in places) is not (lock == 0):
                 found.append(f"{node!r}: eviction list and lock_ref {lock} disagree")
-            elif node in places and places.get(node.parent or node, 1 << 62) < places[node]:
+            elif not lone and node in places and places.get(node.parent or node, 1 << 62) < places[node]:
                 found.append(f"{node!r}: evicted after its parent")
             yield
         if len(places) != unlocked:
             found.append(f"eviction list: {len(places)} nodes are in it, {unlocked} could be evicted")
+
+
+class Places(Recency):
+    """A companion's: a ring through all nodes that have the cell and are not locked, least recently used first.
+
+    Any of them may go, alone: presence is not prefix-closed. A lock is on a place, whether its cell is there or not,
+    and a holder locks the last so many bytes of the path that it holds of Full: the boundary is between nodes, since
+    a split divides a lock, and no two nodes are joined of which one is locked by fewer.
+    """
+
+    __slots__ = ()
+
+    def hold(self, node: Node | None, num_bytes: int) -> None:
+        """lock_ref + 1 on so many bytes of the path that ends with `node`; of what is by end, 1 is the node's own."""
+        cell, lock, older, fresher = self.cell, self.lock, self.older, self.fresher
+        locked = 0
+        while num_bytes > 0:
+            assert node is not None
+            cells = node.cells
+            if cells[lock] == 0 and cells[cell] is not None:
+                left, right = cells[older], cells[fresher]
+                if left is not None:  # a cell that has only just come is in no list yet
+                    left.cells[fresher] = right
+                    right.cells[older] = left
+                    cells[older] = cells[fresher] = None
+                locked += len(cells[cell])
+            cells[lock] += 1
+            num_bytes -= node.num_bytes
+            node = node.parent
+        self.pool.locked += locked // SLOT_BYTES
+
+    def let_go(self, node: Node | None, num_bytes: int) -> None:
+        """The mirror of `hold`; what is there and becomes unlocked was last used now."""
+        lock, cell = self.lock, self.cell
+        unlocked = 0
+        while num_bytes > 0:
+            assert node is not None
+            cells = node.cells
+            cells[lock] -= 1
+            assert cells[lock] >= 0, f"{node!r} is let go of twice"
+            if cells[lock] == 0 and cells[cell] is not None:
+                self._append(node)
+                unlocked += len(cells[cell])
+            num_bytes -= node.num_bytes
+            node = node.parent
+        self.pool.locked -= unlocked // SLOT_BYTES
+
+    def put(self, node: Node) -> None:
+        """Its cell came: it is the freshest, or locked as its place is."""
+        if node.cells[self.lock]:
+            self.pool.locked += len(node.cells[self.cell]) // SLOT_BYTES
+        else:
+            self._append(node)
+
+    def _append(self, node: Node) -> None:
+        cells, end = node.cells, self.end
+        last = end.cells[self.older]
+        cells[self.older] = last
+        cells[self.fresher] = end
+        last.cells[self.fresher] = node
+        end.cells[self.older] = node
+
+    def join(self, top: Node, low: Node) -> None:
+        """The upper place is kept: where the two are not neighbours the lower pages are worth no more than it."""
+        if low.cells[self.fresher] is None:
+            return
+        node: Node | None = low
+        while node is not top:
+            assert node is not None
+            self.unlink(node)
+            node = node.parent
+        above, below = top.cells, low.cells
+        left, right = above[self.older], above[self.fresher]
+        below[self.older], below[self.fresher] = left, right
+        left.cells[self.fresher] = low
+        right.cells[self.older] = low
+
+    def check(self, holders: Iterator[Node], found: list[str]) -> Iterator[None]:
+        yield from self._check(holders, found, lone=True)
 
 
 # An entry of a heap: [key's first part, key's second, number, node]. The number is the entry's own, so that no two are
@@ -509,9 +592,10 @@ class Ranked:
 
 
 def orders(policies: Sequence[Policy], pools: Sequence[SlotPool], facts: Facts, end: Callable[[], Node]) -> list[Order]:
-    """One for each cell. `end`: makes nodes that are in no tree."""
-    count = len(policies)
-    return [
+    """One for each pool's cell, the first by these policies, of companions `Places`. `end`: makes nodes of no tree."""
+    count = len(pools)
+    made: list[Order] = [
         Recency(c, count, pools[c], end()) if policy.name == "lru" else Ranked(policy, c, count, pools[c], facts)
         for c, policy in enumerate(policies)
     ]
+    return made + [Places(c, count, pools[c], end()) for c in range(len(policies), count)]

@@ -13,21 +13,24 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sglcache.core import hashing
+from sglcache.core.companions import Companions, Need
 from sglcache.core.effects import (
     Committed,
     Copy,
     Effect,
     Extended,
     Grant,
+    Part,
     Prefetched,
     Publish,
     Released,
     Result,
     Run,
+    Share,
     Wake,
 )
 from sglcache.core.encoding import PLAIN, Extras, Format
@@ -36,7 +39,7 @@ from sglcache.core.eviction import LRU, Policy
 from sglcache.core.key import ROOT, TOKEN_BYTES, Keys, Namespace
 from sglcache.core.l3 import FOR_EVER, L3, L3Config, Waiter
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
-from sglcache.core.resources import Full
+from sglcache.core.resources import Companion, Full, Resource
 from sglcache.core.slots import SLOT_BYTES, SlotPool
 from sglcache.core.snapshot import Snapshot
 from sglcache.core.tiering import WRITE_THROUGH, Backups, WritePolicy
@@ -55,7 +58,7 @@ from sglcache.errors import (
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
 from sglcache.wire.control import Extension
 
-DEVICE, HOST = 0, 1  # cells; with one resource a cell's number is its tier's
+DEVICE, HOST = 0, 1  # Full's cells have their tiers' numbers; a companion's are T, 2T, ... further on, T tiers each
 MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
 STALE_EVENTS = 256
 MERGE_LIMIT = 16  # nodes joined by one command
@@ -81,7 +84,8 @@ class IndexConfig:
     write_policy: WritePolicy = WRITE_THROUGH  # what is copied to the host, and when
     load_back_threshold: int = 0  # tokens: a host hit of fewer is computed again
     load_back_quota: int = 0  # pages that may be on their way from the host at once; 0: as many as there are
-    l3: L3Config | None = None  # below the host; it needs one
+    l3: L3Config | None = None  # below the host; it needs one, and no companions
+    companions: tuple[Companion, ...] = ()  # resources beside Full
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -91,10 +95,11 @@ class Peeked(NamedTuple):
 
     device_tokens: int
     matched_tokens: int  # device and host together
+    reaches: tuple[int, ...] = ()  # with companions: see `Grant`
 
 
 class PoolStats(NamedTuple):
-    """One (resource, tier), in pages: free + fenced + leased + cached == total; locked is part of cached."""
+    """One (resource, tier), in slots: free + fenced + leased + cached == total; locked is part of cached."""
 
     resource: str
     tier: Tier
@@ -141,6 +146,8 @@ class _Growth(NamedTuple):
     lease: Lease
     tokens: bytes
     num_fresh: int
+    spare: Sequence[int] = ()
+    more: Sequence[int] = ()  # slots of each companion
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +161,9 @@ class _Waiting:
     lease: Lease | None = None  # an acquire's; it has its pins
     end: Node | None = None  # where an acquire's match ends
     growths: Sequence[_Growth | SglcacheError] = ()  # an extend's: what will be, and what was refused already
+    total: int = 0  # an acquire's: pages of its table
+    spare: Sequence[int] = ()
+    more: list[int] = field(default_factory=list)  # slots of each companion, as `num_fresh`
 
 
 # What a page that leaves a tier is counted as: to make room, and the other tier does not have it; to make room, and the
@@ -205,10 +215,18 @@ class Index:
         self.pools = [SlotPool(config.num_pages)]
         if config.host_pages:
             self.pools.append(SlotPool(config.host_pages if config.host_ready is None else config.host_ready))
-        full = Full()
-        self.resources = [full] * len(self.pools)
-        policies = [config.eviction, config.host_eviction][: len(self.pools)]
+        self.T = num_tiers = len(self.pools)
+        self.resources: list[Resource] = [Full()] * num_tiers
+        policies = [config.eviction, config.host_eviction][:num_tiers]
         write_policy = config.write_policy
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.companions: Companions | None = None
+        if config.companions:
+            assert config.l3 is None, "L3 knows Full alone"
+            self.companions = Companions(self, config.companions, num_tiers)
+            self.pools += Companions.pools(config.companions, num_tiers)
+            self.resources += [each.resource for each in config.companions for _ in range(num_tiers)]
+            self.counters |= dict.fromkeys(Companions.counters(config.companions), 0)
         self.tree = Tree(self.keys, list(self.resources), self.pools, policies, hits=write_policy.selective)
         self.orders = self.tree.orders
         self._by_use = self.tree.facts.by_use
@@ -228,7 +246,6 @@ class Index:
         self.l3: L3 | None = None if config.l3 is None else L3(self, config.l3)
         self.version = 0  # rises with every change of presence
         self._moves = 0  # rises with everything else that a proof looks at
-        self.counters = dict.fromkeys(COUNTERS, 0)
         self.sessions: dict[SessionId, Session] = {}
         self.leases: dict[LeaseId, Lease] = {}
         self.backups = Backups(self, write_policy)
@@ -286,6 +303,8 @@ class Index:
             own = len(lease.own_slots) // SLOT_BYTES
             pool.leased -= own
             pool.fenced += own
+            if self.companions is not None and lease.parts:
+                self.companions.fence(lease)
         self._settle(s)
         if self.l3 is not None:
             self.l3.session_ended(s)
@@ -330,6 +349,7 @@ class Index:
         session_id: str | None = None,
         priority: int = 0,
         fetch: float | None = None,
+        spare: Sequence[int] = (),
     ) -> Grant | None:
         """Match, pin, evict, allocate: one command (law 7).
 
@@ -344,8 +364,16 @@ class Index:
 
         `fetch`: have what L3 has of the rest brought to the host first, and wait for that until then, on the caller's
         clock (inf: to its end; 0: not at all, it comes for others). None too, while it waits; then `Wake`.
+
+        `spare`: of each companion that is by end, how many slots of its own it gets; of one by page it gets one for
+        each page behind the match. It gets what it needs of all resources, or nothing.
         """
         s = self._session(session)
+        companions = self.companions
+        if companions is not None:
+            companions.check_spare(spare)
+        elif spare:
+            raise BadRequest("there are no companions to have spare slots of", spare=list(spare))
         length = len(tokens)
         page_bytes, over = self.page_bytes, self.keys.over
         if (
@@ -374,6 +402,13 @@ class Index:
         at = 0
         if space is not None and end:
             path, partial, at = self._match(space.root, tokens, end)
+        agreement = None
+        if companions is not None:
+            agreement = companions.agree(path, partial, at)
+            best = agreement.everywhere
+            if best > agreement.device and not self._worth_loading((best - agreement.device) // page_bytes):
+                best = agreement.device
+            path, partial, at = companions.cut(path, partial, at, best)
         on_device = len(path)
         device_bytes = matched_bytes = 0
         for i, node in enumerate(path):
@@ -406,7 +441,11 @@ class Index:
                 again = functools.partial(self._acquire_again, acquire, matched_bytes // TOKEN_BYTES)
                 self._fetch_rest(namespace, *rest, Waiter(s, request, fetch, again))
                 return None
-        if matched_bytes != device_bytes and not self._worth_loading((matched_bytes - device_bytes) // page_bytes):
+        if (
+            matched_bytes != device_bytes
+            and agreement is None
+            and not self._worth_loading((matched_bytes - device_bytes) // page_bytes)
+        ):
             del path[on_device:]
             if partial is not None and partial.cells[DEVICE] is None:
                 partial, at = None, 0
@@ -420,10 +459,19 @@ class Index:
         have = length + reserve * TOKEN_BYTES
         if room is not None:
             have = min(have, matched_bytes + room * TOKEN_BYTES)
-        num_fresh = -(-have // page_bytes) - device_bytes // page_bytes
+        total = -(-have // page_bytes)
+        num_fresh = total - device_bytes // page_bytes
         crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
+        needs: list[Need] = []
+        more: list[int] = []
+        if companions is not None:
+            needs = companions.needs(path, partial, at, device_bytes // page_bytes, total, spare)
+            more = [need.num_slots for need in needs]
+            crowded = crowded or companions.crowded(more) or (any(more) and bool(self._waiting))
         if crowded:
             self._refuse(num_fresh, path, partial, at)
+            for i, need in enumerate(needs):
+                self._refuse_slots(i, need.num_slots, need.pinned, path if partial is None else [*path, partial])
         head = None
         if partial is not None:
             head = self.tree.split(partial, at)
@@ -451,18 +499,24 @@ class Index:
             if on_device:
                 lease.node = path[on_device - 1]
                 self.orders[DEVICE].pin(lease.node)
-            if len(self.pools) > HOST:
+            if self.T > HOST:
                 lease.host_node = self.host_end(path)
                 self.orders[HOST].pin(lease.host_node)
         lease.committed = lease.reported = device_bytes // page_bytes
-        if crowded and (self._waiting or not self._make_room(num_fresh)):
+        if agreement is not None:
+            assert companions is not None
+            path = companions.open(lease, path, agreement)
+        if crowded and (self._waiting or not self._make_room(num_fresh, more)):
             lease.waiting = True
             last = path[-1] if path else None
-            self._waiting.append(_Waiting(request, s, num_fresh, self.backups.num_over, lease, last))
+            over = self.backups.num_over
+            self._waiting.append(
+                _Waiting(request, s, num_fresh, over, lease, last, total=total, spare=spare, more=more)
+            )
             return None
-        if crowded and path:
-            return self._grant(lease, num_fresh, *self._path(lease, path[-1]))
-        return self._grant(lease, num_fresh, path[:on_device], path[on_device:])
+        if path and (crowded or agreement is not None):
+            return self._grant(lease, num_fresh, *self._path(lease, path[-1]), total, spare)
+        return self._grant(lease, num_fresh, path[:on_device], path[on_device:], total, spare)
 
     def _acquire_again(self, acquire: Callable[[], Grant | None], had: int, came: int) -> Grant | None:
         """At the end of a wait for L3, which began with a match of so many tokens, and brought so many pages."""
@@ -484,8 +538,10 @@ class Index:
         pool = self.pools[DEVICE]
         growths: list[_Growth | SglcacheError] = []
         need = 0
+        more: list[int] = [] if self.companions is None else [0] * len(self.companions.kinds)
         room = copying = None  # looked up where they matter: pages to be had now, and when copies of ours end
         for item in items:
+            slots: list[int] = []
             try:
                 lease, num_fresh = self._growth(s, item, growths)
                 if num_fresh and (need + num_fresh > pool.free or self._waiting):
@@ -495,25 +551,46 @@ class Index:
                         copying = self._in_copies((), None, 0)
                     if need + num_fresh > room + (copying or 0):
                         raise self._no_space(num_fresh, pool.locked, "release a lease or grow the pool", need)
+                if self.companions is not None:
+                    slots = self.companions.growth(num_fresh, item.spare)
+                    for i, count in enumerate(slots):
+                        self._refuse_slots(i, count, 0, (), more[i])
             except SglcacheError as error:
                 growths.append(error)
                 continue
             lease.extending = True
             need += num_fresh
-            growths.append(_Growth(lease, item.tokens, num_fresh))
+            more = [one + other for one, other in zip(more, slots, strict=True)]
+            growths.append(_Growth(lease, item.tokens, num_fresh, item.spare, slots))
         crowded = need > pool.free or (need > 0 and bool(self._waiting))
-        if crowded and (self._waiting or not self._make_room(need)):
-            self._waiting.append(_Waiting(request, s, need, self.backups.num_over, growths=growths))
+        if self.companions is not None:
+            crowded = crowded or self.companions.crowded(more) or (any(more) and bool(self._waiting))
+        if crowded and (self._waiting or not self._make_room(need, more)):
+            self._waiting.append(_Waiting(request, s, need, self.backups.num_over, growths=growths, more=more))
             return None
         return self._extended(growths)
 
     def commit(
-        self, session: SessionId, request: int, lease: LeaseId, ticket: int, *, seen: int = 0, tokens: int | None = None
+        self,
+        session: SessionId,
+        request: int,
+        lease: LeaseId,
+        ticket: int,
+        *,
+        seen: int = 0,
+        tokens: int | None = None,
+        ends: Sequence[tuple[int, int, int]] = (),
+        floor: int | None = None,
     ) -> None:
         """Give the whole pages of the first `tokens` tokens to the tree when `ticket` is done; then Wake(Committed).
 
         None: of all that have pages. BadRequest for more than that. With bigram keys a page has a name once the lease
         has the token behind it: of these tokens those pages, and the last one with a later commit.
+
+        With companions the lease keeps of those by page the last that a match would need, and what lies beyond. `ends`:
+        (companion, tokens, slot), of one by end: the lease's own slot has the state at the end of so many tokens, whole
+        pages, and is the tree's from then on, if that has none there. `floor`: the lease's own pages of companions that
+        lie wholly before that token are given up first, and are free.
         """
         s = self._session(session)
         held = self._lease(s, lease)
@@ -528,11 +605,22 @@ class Index:
                 have=have,
                 room=room,
             )
-        self._ticket(s, ticket)
         num_pages = tokens // page_size
         if self.keys.bigram:
             num_pages = min(num_pages, self.keys.whole(held.num_bytes) // self.page_bytes)
-        s.queue.append(Operation(request, held, ticket, seen, num_pages, release=False))
+        op = Operation(request, held, ticket, seen, num_pages, release=False)
+        if self.companions is not None:
+            if floor is not None and floor < 0:
+                raise BadRequest(f"floor {floor} is below 0", floor=floor)
+            before = [each for each in s.queue if each.lease is held]
+            promised = {(i, slot) for each in before for i, _, slot in each.ends}
+            end = max([num_pages, held.committed, *[each.num_pages for each in before]])
+            op.ends = self.companions.check_ends(held, ends, end, promised)
+            op.floor = (floor or 0) // page_size
+        elif ends or floor is not None:
+            raise BadRequest("there are no companions to have ends, or a floor, of", ends=len(ends))
+        self._ticket(s, ticket)
+        s.queue.append(op)
         self._pump(s)
 
     def release(
@@ -642,8 +730,13 @@ class Index:
             raise BadRequest(f"packed tokens are uint32: {len(tokens)} bytes is no multiple of 4")
         space = self.tree.spaces.get(namespace)
         if space is None:
-            return Peeked(0, 0)
+            return Peeked(0, 0, () if self.companions is None else (0,) * (1 + len(self.companions.kinds)))
         path, partial, at = self._match(space.root, tokens, self.keys.whole(len(tokens)))
+        if self.companions is not None:
+            both, near, reaches = self.companions.agree(path, partial, at)
+            if both > near and not self._worth_loading((both - near) // self.page_bytes, now=False):
+                both = near
+            return Peeked(near // TOKEN_BYTES, both // TOKEN_BYTES, reaches)
         device = matched = 0
         for node in path:
             matched += node.num_bytes
@@ -666,17 +759,21 @@ class Index:
         if space is None:
             return 0
         path, partial, at = self._match(space.root, tokens, self.keys.whole(len(tokens)))
+        if self.companions is not None:
+            best = self.companions.agree(path, partial, at).everywhere
+            path, partial, at = self.companions.cut(path, partial, at, best)
         if partial is not None:
             path.append(self.tree.split(partial, at))
         if not path:
             return 0
         device = next((node for node in reversed(path) if node.cells[DEVICE] is not None), None)
-        nodes = (device,) if len(self.pools) == 1 else (device, self.host_end(path))
+        nodes = (device,) if self.T == 1 else (device, self.host_end(path))
         self._moves += 1
         for c, node in enumerate(nodes):
             self.orders[c].pin(node)
         num_bytes = sum(node.num_bytes for node in path)
-        s.pins.setdefault(owner, []).append(Pin(nodes, expires_at, num_bytes // self.page_bytes))
+        places = () if self.companions is None else self.companions.pin(path, nodes)
+        s.pins.setdefault(owner, []).append(Pin(nodes, expires_at, num_bytes // self.page_bytes, places))
         return num_bytes // TOKEN_BYTES
 
     def unpin(self, session: SessionId, owner: str) -> int:
@@ -726,18 +823,18 @@ class Index:
                 copies=copies,
                 pinned_pages=pinned,
                 fenced_pages=fenced,
-                locked_pages={Tier(c).name: pool.locked for c, pool in enumerate(self.pools)},
+                locked_pages={Tier(c).name: pool.locked for c, pool in enumerate(self.pools[: self.T])},
             )
         if tier is not None:
-            if tier >= len(self.pools):
+            if tier >= self.T:
                 raise BadRequest(f"there is no {Tier(tier).name} tier to clear", tier=Tier(tier).name)
             pages = self.pools[tier].cached
             if pages:
                 self._clearing.append([int(tier), pages])
                 self._clear_slice()
             return {tier: pages}
-        cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools)}
-        for reasons, pool in zip(LEFT, self.pools, strict=False):
+        cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools[: self.T])}
+        for reasons, pool in zip(LEFT, self.pools[: self.T], strict=False):
             self.counters[reasons[2]] += pool.cached
         self.pools[:] = [SlotPool(pool.total) for pool in self.pools]
         self._graves += self.tree.drop_all()
@@ -867,7 +964,9 @@ class Index:
         }
         return IndexStats(
             [
-                PoolStats(self.resources[c].name, Tier(c), p.total, p.free, p.fenced, p.leased, p.cached, p.locked)
+                PoolStats(
+                    self.resources[c].name, Tier(c % self.T), p.total, p.free, p.fenced, p.leased, p.cached, p.locked
+                )
                 for c, p in enumerate(self.pools)
             ],
             self.tree.num_nodes,
@@ -930,7 +1029,7 @@ class Index:
     def told_tiers(self) -> list[Tier]:
         """Those of which routers are told exactly."""
         below = self._told_below
-        return [*(Tier(c) for c in range(len(self.pools))), *([below.tier] if below is not None else [])]
+        return [*(Tier(c) for c in range(self.T)), *([below.tier] if below is not None else [])]
 
     @property
     def _told_below(self) -> L3 | None:
@@ -957,9 +1056,7 @@ class Index:
                 parent = node.parent
                 assert parent is not None
                 before = parent.hashes
-                tiers = tuple(
-                    Tier(c) for c in range(len(self.pools)) if node.cells[c] is not None and not node.writing >> c & 1
-                )
+                tiers = tuple(Tier(c) for c in range(self.T) if node.cells[c] is not None and not node.writing >> c & 1)
                 digest = before[-size:] if isinstance(before, bytes) else None
                 out.append(DumpedNode(node.space.namespace, digest, node.key, hashes, tiers))
             if count % max_nodes == 0:
@@ -1045,6 +1142,21 @@ class Index:
             locked = self.pools[DEVICE].locked + self._pinned(path, partial, at)
             raise self._no_space(num_fresh, locked, "release a lease or grow the pool")
 
+    def _refuse_slots(self, i: int, need: int, pinned: int, path: Sequence[Node], before: int = 0) -> None:
+        """As `_refuse`, of a companion; `before`: what others of the same command get of it."""
+        companions = self.companions
+        assert companions is not None
+        room = companions.room(i, pinned) - before
+        if need > max(room, 0) and need > room + companions.in_copies(i, path):
+            c = companions.kinds[i].device
+            raise self._no_space(need, self.pools[c].locked + pinned, "release a lease or grow the pool", before, c)
+
+    def promised(self, r: int) -> int:
+        """Slots of a resource that those who wait will get: they come first."""
+        if r == 0:
+            return sum(waiting.num_fresh for waiting in self._waiting)
+        return sum(waiting.more[r - 1] for waiting in self._waiting)
+
     def _room(self, path: Sequence[Node], partial: Node | None, at: int) -> int:
         """Pages that can be had now once the matched path is pinned; below 0 if more than that is promised.
 
@@ -1053,8 +1165,7 @@ class Index:
         pool = self.pools[DEVICE]
         pinned = self._pinned(path, partial, at)
         # Those who wait already have their pins, and come first.
-        promised = sum(waiting.num_fresh for waiting in self._waiting)
-        return pool.free + pool.evictable - pinned - promised
+        return pool.free + pool.evictable - pinned - self.promised(0)
 
     def _pinned(self, path: Sequence[Node], partial: Node | None, at: int) -> int:
         """Pages of the matched path that nothing locks yet."""
@@ -1107,14 +1218,15 @@ class Index:
                     ready.append(up)
         return pages
 
-    def _no_space(self, need: int, locked: int, remedy: str, promised: int = 0) -> NoSpace:
-        """`promised`: to those of the same command that come before, beside those who wait."""
+    def _no_space(self, need: int, locked: int, remedy: str, promised: int = 0, c: int = DEVICE) -> NoSpace:
+        """`promised`: to those of the same command that come before, beside those who wait. `c`: a device's cell."""
         self.counters["refused"] += 1
-        promised += sum(waiting.num_fresh for waiting in self._waiting)
-        pool = self.pools[DEVICE]
-        name = self.resources[DEVICE].name
+        promised += self.promised(c // self.T)
+        pool = self.pools[c]
+        name = self.resources[c].name
+        what = "slots" if c else "pages"
         return NoSpace(
-            f"{name}/DEVICE: need {need} pages; of {pool.total}, {pool.free} are free, {pool.cached} cached and "
+            f"{name}/DEVICE: need {need} {what}; of {pool.total}, {pool.free} are free, {pool.cached} cached and "
             f"{locked} of these locked, {pool.leased} leased, {pool.fenced} fenced, {promised} promised; {remedy}",
             resource=name,
             tier=Tier.DEVICE.name,
@@ -1130,8 +1242,19 @@ class Index:
 
     # -- inside: granting ------------------------------------------------------------------------------------
 
-    def _grant(self, lease: Lease, num_fresh: int, on_device: list[Node], on_host: list[Node]) -> Grant:
-        """Take the pages, which are free by now; start the load-back of what the match found on the host alone."""
+    def _grant(
+        self,
+        lease: Lease,
+        num_fresh: int,
+        on_device: list[Node],
+        on_host: list[Node],
+        total: int,
+        spare: Sequence[int],
+    ) -> Grant:
+        """Take the pages, which are free by now; start the load-back of what the match found on the host alone.
+
+        With companions a load is of all resources at once.
+        """
         pool = self.pools[DEVICE]
         fresh = pool.take(num_fresh)
         pool.leased += num_fresh
@@ -1139,23 +1262,34 @@ class Index:
         lease.slots = table = b"".join([*[node.cells[DEVICE] for node in on_device], *fresh])
         size = self.config.page_size
         device_tokens = lease.committed * size
-        if not on_host:
-            return Grant(lease.id, device_tokens, 0, table, None)
+        shares: tuple[Share, ...] = ()
+        parts: tuple[Part, ...] = ()
+        if self.companions is not None:
+            shares, parts = self.companions.grant(lease, on_device, on_host, total, spare)
+        if not on_host and not parts:
+            return Grant(lease.id, device_tokens, 0, table, None, shares, lease.reaches)
         source = b"".join([node.cells[HOST] for node in on_host])
         num_pages = len(source) // SLOT_BYTES
-        load = lease.load = Ticket(TicketId(self.new_id()), Tier.DEVICE, on_host[-1], num_pages, lease)
+        end = on_host[-1] if on_host else on_device[-1]
+        load = lease.load = Ticket(TicketId(self.new_id()), Tier.DEVICE, end, num_pages, lease)
         self.loads[load.id] = load
         self.counters["load_pages"] += num_pages
         name = self.resources[DEVICE].name
         start = lease.committed * SLOT_BYTES
         target = table[start : start + len(source)]
-        self._effects.append(Copy(load.id, name, Tier.HOST, Tier.DEVICE, source, target, lease.id))
-        return Grant(lease.id, device_tokens + num_pages * size, num_pages * size, table, load.id)
+        self._effects.append(Copy(load.id, name, Tier.HOST, Tier.DEVICE, source, target, lease.id, parts))
+        matched = device_tokens + num_pages * size
+        host_tokens = num_pages * size if self.companions is None else matched - lease.from_device
+        return Grant(lease.id, matched, host_tokens, table, load.id, shares, lease.reaches)
 
     def _growth(self, s: Session, item: Extension, before: Sequence[_Growth | SglcacheError]) -> tuple[Lease, int]:
         """Whom an item extends, and by how many pages; `before` it in its command are these. Changes nothing."""
-        lease, tokens, reserve, upto = item
+        lease, tokens, reserve, upto, spare = item
         held = self._lease(s, LeaseId(lease))
+        if self.companions is not None:
+            self.companions.check_spare(spare)
+        elif spare:
+            raise BadRequest("there are no companions to have spare slots of", spare=list(spare))
         if len(tokens) % TOKEN_BYTES or reserve < 0 or (upto is not None and upto < 0):
             raise BadRequest(
                 f"extend needs whole uint32s, reserve and upto >= 0; got {len(tokens)} bytes, reserve {reserve}, "
@@ -1178,74 +1312,101 @@ class Index:
         self._moves += 1
         pool = self.pools[DEVICE]
         results: list[bytes | SglcacheError] = []
+        shares: list[tuple[bytes, ...]] = []
         for growth in growths:
             if isinstance(growth, SglcacheError):
                 results.append(growth)
+                shares.append(())
                 continue
-            lease, tokens, num_fresh = growth
+            lease, tokens, num_fresh, spare, _ = growth
             lease.append(tokens)
             lease.extending = False
+            if self.companions is not None:
+                shares.append(self.companions.grow(lease, num_fresh, spare))
             fresh = b""
             if num_fresh:
                 fresh = b"".join(pool.take(num_fresh))
                 pool.leased += num_fresh
                 lease.append_slots(fresh)
             results.append(fresh)
-        return Extended(results)
+        return Extended(results, shares if self.companions is not None else ())
 
     # -- inside: waiting for room ------------------------------------------------------------------------------
 
-    def _make_room(self, num_pages: int) -> bool:
-        """Evict until so many pages are free; False: a slice was used up, or copies of ours lock what is needed."""
+    def _make_room(self, num_pages: int, more: Sequence[int]) -> bool:
+        """Evict until so many pages, and slots of companions, are free; False: a slice was used up, or copies of ours
+        lock what is needed."""
         pool = self.pools[DEVICE]
-        return num_pages <= pool.free + pool.evictable and self.evict(DEVICE, num_pages)
+        if num_pages > pool.free + pool.evictable or not self.evict(DEVICE, num_pages):
+            return False
+        return self.companions is None or self.companions.make_room(more)
 
     def _serve_waiting(self) -> None:
         """A slice for the first of those who wait: nobody overtakes it."""
         waiting = self._waiting[0]
         pool = self.pools[DEVICE]
-        room = pool.free + pool.evictable
-        if waiting.num_fresh > room:
+        if self._short(waiting):
             # Others were served, or locked what there was: can there be room yet? Asked anew after each copy's end.
             if not self.writes or waiting.judged != self.backups.num_over:
                 waiting.judged = self.backups.num_over
-                if not self._shed(waiting, room + self._in_copies((), None, 0)):
+                if not self._shed(waiting):
                     return
-            if waiting.num_fresh > room:
+            if self._short(waiting):
                 self._stuck = self.revision
                 return
-        if self._make_room(waiting.num_fresh):
+        if self._make_room(waiting.num_fresh, waiting.more):
             self._leave_queue(waiting)
             self._served(waiting)
-        elif pool.free + self.backups.demoting >= waiting.num_fresh or not pool.evictable:
+        elif waiting.num_fresh > pool.free and (
+            pool.free + self.backups.demoting >= waiting.num_fresh or not pool.evictable
+        ):
             self._stuck = self.revision  # all that it takes is on its way
 
-    def _shed(self, waiting: _Waiting, room: int) -> bool:
-        """Refuse what `room` pages are too few for: of several extends each for itself, in order. False: all of it."""
+    def _short(self, waiting: _Waiting) -> bool:
+        """More is wanted than can be had now."""
+        pools = zip(self._device_pools, (waiting.num_fresh, *waiting.more), strict=True)
+        return any(need > pool.free + pool.evictable for (_, pool), need in pools)
+
+    @property
+    def _device_pools(self) -> list[tuple[int, SlotPool]]:
+        """(cell, pool) of each resource."""
+        return [(c, self.pools[c]) for c in range(0, len(self.pools), self.T)]
+
+    def _shed(self, waiting: _Waiting) -> bool:
+        """Refuse what will find too little room once copies of ours are over: of several extends each for itself, in
+        order. False: all of it."""
         remedy = "others were served or locked meanwhile; try again"
-        locked = self.pools[DEVICE].locked
+        copying = [self._in_copies((), None, 0)]
+        if self.companions is not None:
+            copying += [self.companions.in_copies(i) for i in range(len(self.companions.kinds))]
+        pools = self._device_pools
+        rooms = [pool.free + pool.evictable + count for (_, pool), count in zip(pools, copying, strict=True)]
         lease = waiting.lease
         if lease is not None:
-            if waiting.num_fresh <= room:
-                return True
-            self._leave_queue(waiting)
-            self.wake(waiting.session, waiting.request, self._no_space(waiting.num_fresh, locked, remedy))
-            self._give_back(lease, used=False)
-            return False
+            for (c, pool), need, room in zip(pools, (waiting.num_fresh, *waiting.more), rooms, strict=True):
+                if need > room:
+                    self._leave_queue(waiting)
+                    self.wake(waiting.session, waiting.request, self._no_space(need, pool.locked, remedy, 0, c))
+                    self._give_back(lease, used=False)
+                    return False
+            return True
         for growth in waiting.growths:
             if isinstance(growth, _Growth):
-                need = growth.num_fresh
-                if need > room:
-                    # What it was promised itself is no reason.
-                    self._fail_growth(waiting, growth, self._no_space(need, locked, remedy, -need))
+                needs = (growth.num_fresh, *growth.more)
+                for (c, pool), need, room in zip(pools, needs, rooms, strict=True):
+                    if need > room:
+                        # What it was promised itself is no reason.
+                        self._fail_growth(waiting, growth, self._no_space(need, pool.locked, remedy, -need, c))
+                        break
                 else:
-                    room -= need
+                    rooms = [room - need for room, need in zip(rooms, needs, strict=True)]
         return any(isinstance(growth, _Growth) for growth in waiting.growths)
 
     def _fail_growth(self, waiting: _Waiting, growth: _Growth, error: SglcacheError) -> None:
         """Not this one of the extends that wait together; those that are left go on waiting, if there are any."""
         growth.lease.extending = False
         waiting.num_fresh -= growth.num_fresh
+        waiting.more = [whole - its for whole, its in zip(waiting.more, growth.more, strict=True)]
         waiting.growths = [error if each is growth else each for each in waiting.growths]
         self._stuck = None
         if not any(isinstance(each, _Growth) for each in waiting.growths):
@@ -1258,7 +1419,7 @@ class Index:
         if lease is None:
             self.wake(waiting.session, waiting.request, self._extended(waiting.growths))
             return
-        grant = self._grant(lease, waiting.num_fresh, *self._path(lease, end))
+        grant = self._grant(lease, waiting.num_fresh, *self._path(lease, end), waiting.total, waiting.spare)
         self.wake(waiting.session, waiting.request, grant)
 
     def _path(self, lease: Lease, end: Node | None) -> tuple[list[Node], list[Node]]:
@@ -1319,16 +1480,28 @@ class Index:
             elif lease.failed:
                 self.wake(s, op.request, TransferError("the lease's load-back failed: abort it and acquire anew"))
             else:
-                self.wake(s, op.request, self._commit(lease, op.num_pages))
+                self.wake(s, op.request, self._commit(lease, op))
 
-    def _commit(self, lease: Lease, num_pages: int) -> Committed:
+    def _commit(self, lease: Lease, op: Operation) -> Committed:
         s = lease.session
         self.counters["commits"] += 1
-        duplicates = self._adopt(lease, num_pages)
+        companions, before = self.companions, lease.committed
+        if companions is not None and op.floor:
+            companions.give_up(lease, op.floor)
+        duplicates = self._adopt(lease, op.num_pages)
+        news = 0  # pages, the last ones, of which companions have come
+        if companions is not None:
+            news = companions.adopt(lease, before, s.num_replies + 1)
+            news = max(news, companions.put_ends(lease, op.ends))
+            companions.slide(lease)
         if self._by_use:
             self._use(lease)
-        if len(self.pools) > HOST:
+        if self.T > HOST:
             self.backups.used(lease.node)
+            if news and not self.backups.policy.on_eviction:
+                assert companions is not None
+                assert lease.node is not None
+                companions.back_up(lease.node, news)
         s.num_replies += 1
         reply = s.num_replies
         lost = len(duplicates)
@@ -1338,7 +1511,7 @@ class Index:
             if number == 0:  # found by a load-back; this is the first answer that can say so
                 lease.duplicates[i] = (reply, slots)
                 lost += len(slots)
-        if lease.duplicates:
+        if lease.duplicates or (companions is not None and companions.number_duplicates(lease, reply)):
             s.with_duplicates[lease.id] = lease
         first = lease.reported
         lease.reported = lease.committed
@@ -1350,6 +1523,7 @@ class Index:
             bytes(lease.slots[first * SLOT_BYTES : lease.committed * SLOT_BYTES]) if renamed else b"",
             lost // SLOT_BYTES,
             reply,
+            () if companions is None else companions.shares(lease),
         )
 
     def _adopt(self, lease: Lease, num_pages: int) -> bytes:
@@ -1425,7 +1599,8 @@ class Index:
                 else:
                     kept.append((number, slots))
             lease.duplicates = kept
-            if not kept:
+            left = self.companions is not None and self.companions.drop_duplicates(lease, seen)
+            if not kept and not left:
                 del s.with_duplicates[lease.id]
 
     # -- inside: giving back ---------------------------------------------------------------------------------
@@ -1447,7 +1622,10 @@ class Index:
         if used and self._by_use:
             self._use(lease)
         orders = self.orders
-        if len(orders) > HOST:
+        companions = self.companions
+        if companions is not None and lease.parts:
+            companions.give_back(lease)
+        if self.T > HOST:
             if used and self.backups.policy.selective:
                 self.backups.used(lease.node)
             if lease.host_node is not None:
@@ -1456,6 +1634,9 @@ class Index:
         if lease.node is not None:
             orders[DEVICE].unpin(lease.node)
             self.tree.merge(lease.node, MERGE_LIMIT)
+        if companions is not None:
+            companions.prune(lease.node)
+            companions.prune(lease.host_node)
         del self.leases[lease.id]
         del s.leases[lease.id]
         s.with_duplicates.pop(lease.id, None)
@@ -1491,8 +1672,13 @@ class Index:
     def _let_go(self, pins: list[Pin]) -> None:
         self._moves += 1
         for pin in pins:
+            if self.companions is not None:
+                self.companions.unpin(pin.places)
             for c in reversed(range(len(pin.nodes))):
                 self.orders[c].unpin(pin.nodes[c])
+            if self.companions is not None:
+                for node in pin.nodes:
+                    self.companions.prune(node)
         if pins:
             self.backups.let_go()
 
@@ -1517,10 +1703,14 @@ class Index:
     def evict(self, c: int, num_pages: int) -> bool:
         """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before, or it takes the
         end of copies that are under way, or was begun here: where that is the policy, pages are copied as they go."""
+        companions = self.companions
+        if c >= self.T:
+            assert companions is not None
+            return companions.evict(c, num_pages)
         pool, order = self.pools[c], self.orders[c]
         left, effort = self.config.evict_slice, order.effort
         backups = self.backups
-        copying = c == DEVICE and backups.policy.on_eviction and len(self.pools) > HOST
+        copying = c == DEVICE and backups.policy.on_eviction and self.T > HOST
         while pool.free + (backups.demoting if copying else 0) < num_pages:
             if left <= 0:
                 return False
@@ -1531,7 +1721,10 @@ class Index:
                     assert copying, f"nothing to evict: {pool}, {num_pages} wanted"
                     return False
             elif not (copying and node.cells[HOST] is None and backups.demote(node)):
+                parent = node.parent
                 self.drop(c, node)
+                if companions is not None:
+                    companions.dropped(node, parent)
         return pool.free >= num_pages
 
     def drop(self, c: int, node: Node, cleared: bool = False) -> None:
@@ -1541,13 +1734,15 @@ class Index:
         """
         tree, pool = self.tree, self.pools[c]
         run = node.cells[c]
+        if self.companions is not None:
+            self.companions.drop_with(c, node, not cleared)
         self.change(c, node, False)
         self.orders[c].unlink(node)
         node.cells[c] = None
         pages = len(run) // SLOT_BYTES
         pool.cached -= pages
         pool.give(run)
-        kept = len(self.pools) > HOST and node.cells[1 - c] is not None
+        kept = self.T > HOST and node.cells[1 - c] is not None
         counters = self.counters
         counters["evicted_nodes"] += not cleared
         counters[LEFT[c][2 if cleared else kept]] += pages
@@ -1600,9 +1795,13 @@ class Index:
             self.counters["loads_failed"] += 1
             lease.failed = True
         elif not s.ended:
-            duplicates = self._adopt(lease, lease.committed + ticket.num_pages)
+            before = lease.committed
+            duplicates = self._adopt(lease, before + ticket.num_pages)
             if duplicates:
                 lease.duplicates.append((0, duplicates))
+            if self.companions is not None:
+                self.companions.adopt(lease, before, 0)
+                self.companions.loaded(lease)
         if lease.cancelling is not None:
             self._give_back(lease, used=False)
             if not s.ended:
@@ -1626,8 +1825,10 @@ class Index:
                 if not pool.evictable:
                     job[1] = 0
                 continue
-            before = pool.cached
+            before, parent = pool.cached, node.parent
             self.drop(c, node, cleared=True)
+            if self.companions is not None:
+                self.companions.dropped(node, parent)
             job[1] -= before - pool.cached
         if job[1] <= 0:
             self._clearing.pop(0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from sglcache.core.index import DEVICE, HOST, Index
-from sglcache.core.leases import Ticket
+from sglcache.core.leases import ByEnd, Ticket
 from sglcache.core.tree import Node
 from sglcache.units import Tier
 
@@ -26,7 +26,8 @@ def check(index: Index) -> list[str]:
 def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[None]:
     """`check` in slices of `max_nodes`; what it finds is appended. Void if `index.revision` changed meanwhile."""
     tree = index.tree
-    C = tree.C  # noqa: N806
+    C, T = tree.C, tree.T  # noqa: N806
+    names = [_name(index, c) for c in range(C)]
     owned: list[list[bytes]] = [[] for _ in range(C)]  # slots by owner, per cell
     cached = [0] * C
     locked = [0] * C
@@ -48,8 +49,10 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
         assert parent is not None
         if tree.child(parent, node.key, 0) is not node:
             found.append(f"{node!r}: its parent does not know it")
-        if all(node.cells[c] is None for c in range(C)):
+        if all(node.cells[c] is None for c in range(T)):
             found.append(f"{node!r}: present nowhere")
+        if _is_dead(index, node):
+            found.append(f"{node!r}: a leaf that nobody holds and no match can end in")
         if node.hashes is not None:
             size = (
                 len(node.hashes) / index.hasher.size
@@ -62,22 +65,30 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
             run, lock = node.cells[c], node.cells[C + c]
             want = expected[c].pop(node, 0)
             if lock != want:
-                found.append(f"{node!r}: {Tier(c).name} lock_ref {lock}, {want} hold it")
+                found.append(f"{node!r}: {names[c]} lock_ref {lock}, {want} hold it")
             if run is None:
-                if lock:
-                    found.append(f"{node!r}: absent from {Tier(c).name} and locked")
+                if lock and c < T:
+                    found.append(f"{node!r}: absent from {names[c]} and locked")
+                if node.writing >> c & 1:
+                    found.append(f"{node!r}: absent from {names[c]} and being written")
                 continue
             owned[c].append(run)
             holders[c].append(node)
-            if len(run) != 4 * pages:
-                found.append(f"{node!r}: {len(run) // 4} {Tier(c).name} slots for {pages} pages")
-            cached[c] += pages
-            locked[c] += pages if lock else 0
-            if parent.parent is not None:
+            size = 1 if tree.by_end[c] else pages
+            if len(run) != 4 * size:
+                found.append(f"{node!r}: {len(run) // 4} {names[c]} slots for {pages} pages")
+            cached[c] += size
+            locked[c] += size if lock else 0
+            if c >= T:
+                if node.cells[c % T] is None:
+                    found.append(f"{node!r}: in {names[c]} without Full")
+                if node.writing >> c % T & 1 and not node.writing >> c & 1:
+                    found.append(f"{node!r}: ready in {names[c]} before Full")
+            elif parent.parent is not None:
                 if parent.cells[c] is None:
-                    found.append(f"{node!r}: in {Tier(c).name} without its parent")
+                    found.append(f"{node!r}: in {names[c]} without its parent")
                 if parent.writing >> c & 1 and not node.writing >> c & 1:
-                    found.append(f"{node!r}: ready in {Tier(c).name} before its parent")
+                    found.append(f"{node!r}: ready in {names[c]} before its parent")
         if num_nodes % max_nodes == 0:
             yield
     for c, order in enumerate(tree.orders):
@@ -85,27 +96,31 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
         for step, _ in enumerate(order.check(iter(holders[c]), wrong), 1):
             if step % max_nodes == 0:
                 yield
-        found += [f"{Tier(c).name}: {words}" for words in wrong]
+        found += [f"{names[c]}: {words}" for words in wrong]
     if num_nodes != tree.num_nodes:
         found.append(f"{num_nodes} nodes, counted {tree.num_nodes}")
     if num_nodes != len(places) - 1:
         found.append(f"{num_nodes} nodes, {len(places) - 1} in the ring of nodes")
     for c in range(C):
         for node, count in expected[c].items():
-            found.append(f"{node!r}: {count} hold it in {Tier(c).name}, and it is not in the tree")
-    leased = fenced = 0
+            found.append(f"{node!r}: {count} hold it in {names[c]}, and it is not in the tree")
+    leased, fenced = [0] * C, [0] * C
     for lease in index.leases.values():
-        own = lease.own_slots
-        owned[DEVICE].append(own)
-        if lease.session.ended:
-            fenced += len(own) // 4
-        else:
-            leased += len(own) // 4
+        for r, own in enumerate([lease.own_slots, *[part.own for part in lease.parts]]):
+            c = r * T + DEVICE
+            owned[c].append(own)
+            (fenced if lease.session.ended else leased)[c] += len(own) // 4
         if lease.session.leases.get(lease.id) is not lease:
             found.append(f"{lease!r}: its session does not know it")
-    _compare(found, "DEVICE leased", index.pools[DEVICE].leased, leased)
-    _compare(found, "DEVICE fenced", index.pools[DEVICE].fenced, fenced)
-    if C > HOST:
+    for ticket in index.writes:
+        for c, slots in ticket.fenced_more:
+            owned[c].append(slots)
+            fenced[c] += len(slots) // 4
+    for c in range(C):
+        if c != HOST or T == 1:
+            _compare(found, f"{names[c]} leased", index.pools[c].leased, leased[c])
+            _compare(found, f"{names[c]} fenced", index.pools[c].fenced, fenced[c])
+    if T > HOST:
         held = [ticket.fenced for ticket in index.writes]
         fetched: list[bytes] = []
         if index.l3 is not None:
@@ -121,7 +136,7 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
         _compare(found, "HOST fenced", index.pools[HOST].fenced, _count(held))
         _compare(found, "HOST leased", index.pools[HOST].leased, _count(fetched))
     for c, pool in enumerate(index.pools):
-        name = Tier(c).name
+        name = names[c]
         _compare(found, f"{name} cached", pool.cached, cached[c])
         _compare(found, f"{name} locked", pool.locked, locked[c])
         total = pool.free + pool.fenced + pool.leased + pool.cached
@@ -135,6 +150,19 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
                 f"{name}: slots held twice {np.flatnonzero(counts > 1)[:8].tolist()}, "
                 f"held by nobody {np.flatnonzero(counts == 0)[:8].tolist()}"
             )
+
+
+def _name(index: Index, c: int) -> str:
+    tier = Tier(c % index.T).name
+    return tier if c < index.T else f"{index.resources[c].name} on {tier}"
+
+
+def _is_dead(index: Index, node: Node) -> bool:
+    """It is a leaf, held by nobody, without what some companion needs for a match to end in it."""
+    companions, C = index.companions, index.tree.C  # noqa: N806
+    if companions is None or node.children is not None or node.writing or any(node.cells[C : 2 * C]):
+        return False
+    return any(all(node.cells[kind.device + tier] is None for tier in range(index.T)) for kind in companions.kinds)
 
 
 def _count(runs: list[bytes]) -> int:
@@ -155,16 +183,36 @@ def _expected_locks(index: Index, found: list[str]) -> list[dict[Node, int]]:
             expected[c][node] = expected[c].get(node, 0) + 1
             node = node.parent
 
+    def place(c: int, node: Node | None, num_bytes: int) -> None:
+        while num_bytes > 0 and node is not None and node.parent is not None:
+            expected[c][node] = expected[c].get(node, 0) + 1
+            num_bytes -= node.num_bytes
+            node = node.parent
+        if num_bytes > 0 or (num_bytes < 0 and not index.tree.by_end[c]):
+            found.append(f"a lock on {_name(index, c)} is off by {num_bytes} bytes")
+
     for lease in index.leases.values():
         hold(DEVICE, lease.node)
-        if len(index.pools) > HOST:
+        if index.T > HOST:
             hold(HOST, lease.host_node)
+        for number, part in enumerate(lease.parts, 1):
+            c = number * index.T
+            if isinstance(part, ByEnd):
+                for tier, source in enumerate((part.source, part.host_source)):
+                    if source is not None:
+                        place(c + tier, source, 1)
+                continue
+            place(c, lease.node, max(0, lease.committed - part.pinned) * index.page_bytes)
+            if part.host_pages:
+                place(c + HOST, lease.host_node, part.host_pages * index.page_bytes)
         _depth(index, found, lease.committed, lease.node, lambda lease=lease: repr(lease))  # type: ignore[misc]
     for session in index.sessions.values():
         for pins in session.pins.values():
             for pin in pins:
                 for c, node in enumerate(pin.nodes):
                     hold(c, node)
+                for c, node, num_bytes in pin.places:
+                    place(c, node, num_bytes)
     if index.l3 is not None:
         for prefetch in index.l3.prefetches:
             hold(DEVICE, prefetch.device_end)
@@ -176,6 +224,15 @@ def _expected_locks(index: Index, found: list[str]) -> list[dict[Node, int]]:
         if not ticket.cancelled:
             hold(HOST, ticket.end)
             _range(index, found, ticket)
+        if index.companions is not None:
+            for c, node in index.companions.covered(ticket):
+                amount = 1 if index.tree.by_end[c] else node.num_bytes
+                place(c, node, amount)
+                place(c - HOST, node, amount)
+                if not node.writing >> c & 1:
+                    found.append(f"ticket {ticket.id}: {node!r} is to be on {_name(index, c)}, and not being written")
+            for c, node, num_bytes in ticket.kept:
+                place(c, node, num_bytes)
     return expected
 
 

@@ -8,12 +8,54 @@ back in one place (`Index._give_back`), exactly once, whichever way led there (l
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglcache.core.key import Namespace
 from sglcache.core.slots import SLOT_BYTES
 from sglcache.core.tree import Node
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
+
+
+class ByPage:
+    """What a lease has of a companion by page: slots of its pages from `first` on, and locks on those of the tree."""
+
+    __slots__ = ("duplicates", "first", "host_pages", "owned", "pinned", "renamed", "slots")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.slots = bytearray()  # int32, of pages first.. to the end of the lease's table
+        self.owned: list[tuple[int, int]] = []  # ranges of pages whose slots are the lease's, in order
+        self.pinned = first  # pages from here on, as far as the lease has committed, are locked on the device
+        self.host_pages = 0  # and so many up to `host_node` on the host
+        self.duplicates: list[tuple[int, bytes]] = []  # as a Lease's
+        self.renamed = False
+
+    def span(self, start: int, stop: int) -> bytes:
+        """The slots of these pages."""
+        return bytes(self.slots[(start - self.first) * SLOT_BYTES : (stop - self.first) * SLOT_BYTES])
+
+    @property
+    def own(self) -> bytes:
+        """Every slot that is the lease's and not the tree's."""
+        return b"".join([*[self.span(*each) for each in self.owned], *[slots for _, slots in self.duplicates]])
+
+
+class ByEnd:
+    """What a lease has of a companion by end: slots of its own, and a lock on the one with which its match ended."""
+
+    __slots__ = ("host_source", "loading", "slots", "source")
+
+    def __init__(self) -> None:
+        self.slots = bytearray()  # int32
+        self.source: Node | None = None  # locked on the device
+        self.host_source: Node | None = None  # and on the host
+        self.loading = b""  # the slot of a source that comes from the host, until it is the tree's
+
+    @property
+    def own(self) -> bytes:
+        """Every slot that is the lease's and not the tree's."""
+        return bytes(self.slots) + self.loading
 
 
 class Lease:
@@ -38,6 +80,9 @@ class Lease:
     extending = False  # for room for more of them
     releasing = False
     cancelling: int | None = None  # the request that is answered when the load-back is over and all is given back
+    parts: Sequence[ByPage | ByEnd] = ()  # of each companion
+    from_device = 0  # tokens that it would have matched without a load
+    reaches: tuple[int, ...] = ()  # see `Grant`
     _base = 0  # the byte of the sequence with which `_tokens` begins
     _more: list[bytes] | None = None
 
@@ -92,7 +137,7 @@ class Lease:
 class Operation:
     """A commit or release that waits for its ticket, in its session's order."""
 
-    __slots__ = ("lease", "num_pages", "release", "request", "seen", "ticket")
+    __slots__ = ("ends", "floor", "lease", "num_pages", "release", "request", "seen", "ticket")
 
     def __init__(
         self, request: int, lease: Lease | None, ticket: int, seen: int, num_pages: int, *, release: bool
@@ -103,6 +148,8 @@ class Operation:
         self.seen = seen
         self.num_pages = num_pages
         self.release = release
+        self.ends: Sequence[tuple[int, int, bytes]] = ()  # with a commit: (companion, pages, the slot of that end)
+        self.floor = 0  # pages of companions before it are not given to the tree
 
 
 class Session:
@@ -141,15 +188,30 @@ class Session:
 class Pin(NamedTuple):
     """What an owner keeps from eviction until `expires_at`, on the caller's clock."""
 
-    nodes: tuple[Node | None, ...]  # per cell, where the pin ends
+    nodes: tuple[Node | None, ...]  # per tier, where the pin ends
     expires_at: float
     num_pages: int
+    places: tuple[tuple[int, Node, int], ...] = ()  # of companions: cell, where it ends, bytes
 
 
 class Ticket:
     """A copy of ours on its way. It pins both tiers' paths; `end` and `num_pages` name the range that was sent."""
 
-    __slots__ = ("cancelled", "demote", "dst", "end", "fenced", "id", "lease", "num_pages", "ok")
+    __slots__ = (
+        "cancelled",
+        "demote",
+        "depth",
+        "dst",
+        "end",
+        "fenced",
+        "fenced_more",
+        "id",
+        "kept",
+        "lease",
+        "num_pages",
+        "ok",
+        "ranges",
+    )
 
     def __init__(self, id: TicketId, dst: Tier, end: Node | None, num_pages: int, lease: Lease | None) -> None:
         self.id = id
@@ -161,3 +223,7 @@ class Ticket:
         self.cancelled = False
         self.demote = 0  # pages, the last of them, that leave the device when it is over
         self.fenced = b""  # target slots of a cancelled copy that is still being written
+        self.depth = 0  # bytes from the root to the end; known where there are ranges
+        self.ranges: Sequence[tuple[int, int, int]] = ()  # of companions: (host cell, from, to), bytes from the root
+        self.kept: Sequence[tuple[int, Node, int]] = ()  # of a cancelled one: (device cell, end, bytes) that it reads
+        self.fenced_more: Sequence[tuple[int, bytes]] = ()  # (host cell, slots), as `fenced`

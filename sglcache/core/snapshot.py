@@ -37,7 +37,7 @@ class Snapshot:
     def __init__(self, log: EventLog, tree: Tree, l3: L3 | None = None) -> None:
         """`l3`: one whose pages are told of, too, behind those of the tree."""
         self._log = log
-        self._tiers = [(c, Tier(c)) for c in range(tree.C)]
+        self._tiers = [(c, Tier(c)) for c in range(tree.T)]
         self._walk = Walk(tree)
         self._max_blocks = min(log.max_blocks, max(1, FRAME_TOKENS * 4 // log.page_weight))
         self._l3 = l3

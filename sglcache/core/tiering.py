@@ -191,7 +191,8 @@ class Backups:
         self.writes.append(ticket)
         index.counters["backup_pages"] += need
         source = b"".join([each.cells[DEVICE] for each in chain])
-        index.emit(Copy(ticket.id, index.resources[HOST].name, Tier.DEVICE, Tier.HOST, source, slots, None))
+        more = () if index.companions is None else index.companions.send_along(ticket, chain)
+        index.emit(Copy(ticket.id, index.resources[HOST].name, Tier.DEVICE, Tier.HOST, source, slots, None, more))
         return done
 
     def _fitting(self, chain: list[Node], room: int) -> tuple[int, int]:
@@ -241,10 +242,16 @@ class Backups:
         index.moved()
         orders, pool = index.orders, index.pools[HOST]
         assert ticket.end is not None
+        companions = index.companions
         if ticket.cancelled:
             pool.fenced -= len(ticket.fenced) // SLOT_BYTES
             pool.give(ticket.fenced)
+            for c, slots in ticket.fenced_more:
+                index.pools[c].fenced -= len(slots) // SLOT_BYTES
+                index.pools[c].give(slots)
         elif ticket.ok:
+            if companions is not None:
+                companions.written(ticket)
             for node in self.sent(ticket.end, ticket.num_pages):
                 node.writing &= ~WRITING
                 index.change(HOST, node, True)
@@ -259,14 +266,25 @@ class Backups:
             for later in reversed(self.writes):
                 if not later.cancelled and self._hangs_on(later, nodes):
                     later.cancelled = True
+                    if companions is not None:
+                        later.fenced_more = companions.unwrite(later)
+                        for c, slots in later.fenced_more:
+                            index.pools[c].fenced += len(slots) // SLOT_BYTES
                     later.fenced = self._unwrite(later)
                     pool.fenced += len(later.fenced) // SLOT_BYTES
+            if companions is not None:
+                for c, slots in companions.unwrite(ticket):
+                    index.pools[c].give(slots)
             pool.give(self._unwrite(ticket))
+        if companions is not None:
+            companions.let_go(ticket)
         orders[DEVICE].unpin(ticket.end)
         if ticket.demote:
             self._demoted(ticket)
         else:
             index.tree.merge(ticket.end)
+        if companions is not None:
+            companions.prune(ticket.end)
         self.let_go()
 
     def _demoted(self, ticket: Ticket) -> None:
@@ -277,7 +295,10 @@ class Backups:
         for node in reversed(self.sent(ticket.end, ticket.demote)):
             if node.parent is None or node.cells[lock] or not self._is_leaf(node):
                 return
+            parent = node.parent
             index.drop(DEVICE, node)
+            if index.companions is not None:
+                index.companions.dropped(node, parent)
 
     def _is_leaf(self, node: Node) -> bool:
         """Whether no child is on the device. Of one with very many children it may be said that it is none."""

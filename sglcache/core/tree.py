@@ -185,14 +185,19 @@ class Tree:
         policies: Sequence[Policy],
         hits: bool = False,
     ) -> None:
-        """`pools` stays the caller's: it may put others there before `drop_all`. `hits`: they are counted anyway."""
+        """`policies`: of Full, one a tier; the cells beyond are companions', which have none.
+
+        `pools` stays the caller's: it may put others there before `drop_all`. `hits`: they are counted anyway.
+        """
         self.page_bytes = keys.page_bytes
         self.over = keys.over
         self.span = keys.span
         self.resources = resources
         self.pools = pools
         self.C = len(pools)
-        self.facts = Facts(policies, hits)
+        self.T = len(policies)  # tiers: cells 0..T-1 are Full's
+        self.by_end = [resource.by_end for resource in resources]
+        self.facts = Facts(policies, self.C, hits)
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0
@@ -323,9 +328,14 @@ class Tree:
         depth = self.facts.depth
         if depth:
             above[depth] -= node.num_bytes // TOKEN_BYTES
+        C = self.C  # noqa: N806
         for c, order in enumerate(self.orders):
             run = cells[c]
-            if run is not None:
+            if self.by_end[c]:  # it is of the end, with its lock and what writes it
+                above[c], above[C + c] = None, 0
+                above[2 * C + c] = above[3 * C + c] = None
+                head.writing &= ~(1 << c)
+            elif run is not None:
                 above[c], cells[c] = self.resources[c].split(run, num_pages)
                 order.split(head, node)
         hashes = node.hashes
@@ -343,17 +353,20 @@ class Tree:
         self.num_splits += 1
         return head
 
-    def merge(self, node: Node, limit: int = 16) -> int:
+    def merge(self, node: Node, limit: int = 16, slid: bool = False) -> int:
         """Join `node` with the ancestors that differ from it in nothing, at most `limit` of them; how many.
 
         A parent is joined if `node` is its only child, their cells are alike, nothing writes either, whoever locks the
         one locks the other, and no order of eviction can tell the two from one. Silent. While they are locked a longer
         one waits until what would join it has grown: so of a prompt that is committed and copied piece by piece each
         byte is moved a few times, and the path that each copy locks stays short.
+
+        `slid`: of companions the order is no reason against it, and the upper place is kept: so the pages that a lease
+        has slid past, one by one, are one node with those before them.
         """
         C = self.C  # noqa: N806
         cells = node.cells
-        if node.writing:  # else no ancestor that is alike is either
+        if node.writing:
             return 0
         digests = type(node.hashes)
         chain = [node]
@@ -364,7 +377,7 @@ class Tree:
             up = low.parent
             if up is None or up.parent is None or up.children is not low:
                 break
-            if type(up.hashes) is not digests or not self._alike(up, low):
+            if up.writing or type(up.hashes) is not digests or not self._alike(up, low, slid):
                 break
             if locked and up.num_bytes > 2 * num_bytes:
                 break
@@ -380,6 +393,8 @@ class Tree:
         assert parent is not None
         for c, order in enumerate(self.orders):
             if cells[c] is not None:
+                if self.by_end[c]:
+                    continue  # none above has one
                 cells[c] = self.resources[c].join([each.cells[c] for each in chain])
                 order.join(top, node)
         if self.over:  # which the next one begins with
@@ -435,13 +450,21 @@ class Tree:
         for order in self._ranked:
             order.changed(node)
 
-    def _alike(self, up: Node, low: Node) -> bool:
-        """Equal counts are equal holders: who holds a node holds its parent, and who ends at the parent does not."""
+    def _alike(self, up: Node, low: Node, slid: bool) -> bool:
+        """Equal counts are equal holders: who holds a node holds its parent, and who ends at the parent does not.
+
+        Of a companion a holder holds the last pages of what it holds of Full, as many as it needs: so among holders of
+        the same pages of Full, who holds the upper node's holds the lower one's.
+        """
         above, below, C = up.cells, low.cells, self.C  # noqa: N806
         for c, order in enumerate(self.orders):
+            if self.by_end[c]:
+                if above[c] is not None or above[C + c]:
+                    return False
+                continue
             if above[C + c] != below[C + c] or (above[c] is None) is not (below[c] is None):
                 return False
-            if above[c] is not None and not order.alike(up, low):
+            if above[c] is not None and not (slid and c >= self.T) and not order.alike(up, low):
                 return False
         return not self.facts.kinds or self.facts.alike(up, low)
 

@@ -171,7 +171,7 @@ class Member(Connection):
         self.reply(control.Extended(request, results))
 
     def granted(self, request: int, grant: Grant) -> None:
-        lease, matched_tokens, host_tokens, slots, load = grant
+        lease, matched_tokens, host_tokens, slots, load, *_ = grant
         place = None
         if load is not None:
             place = self.owner.loads.begin(self.id, request, grant).place
@@ -181,7 +181,7 @@ class Member(Connection):
 
     def loaded_without_slot(self, load: Load) -> None:
         """A load that found no slot is over: its answer."""
-        lease, matched_tokens, host_tokens, slots, _ = load.grant
+        lease, matched_tokens, host_tokens, slots, *_ = load.grant
         self.reply(control.Granted(load.request, lease, matched_tokens, host_tokens, slots, None))
 
     def commit(self, c: control.Commit) -> None:
@@ -278,7 +278,7 @@ class Member(Connection):
     # -- looking, pinning, clearing --------------------------------------------------------------------------
 
     def peek(self, c: control.Peek) -> None:
-        device, matched = self.index.peek(c.tokens, Namespace.of(c.lora, c.extra_key, c.cache_salt))
+        device, matched, _ = self.index.peek(c.tokens, Namespace.of(c.lora, c.extra_key, c.cache_salt))
         self.reply(control.Done(c.request, {"device_tokens": device, "matched_tokens": matched}))
 
     def pin(self, c: control.Pin) -> None:
@@ -648,7 +648,7 @@ class Sessions:
         if isinstance(result, Released):
             member.reply(control.Done(wake.request))
         elif isinstance(result, Committed):
-            _, tokens, first_page, slots, num_duplicates, reply = result
+            _, tokens, first_page, slots, num_duplicates, reply, _ = result
             member.reply(control.CommitDone(wake.request, tokens, first_page, slots, num_duplicates, reply))
         elif isinstance(result, Grant):
             member.granted(wake.request, result)

@@ -141,6 +141,7 @@ class Extension(NamedTuple):
     tokens: Tokens = b""
     reserve: U31 = 0
     upto: U31 | None = None
+    spare: tuple[U31, ...] = ()  # with companions: of each that is by end, so many slots more
 
 
 class Extend(Frame):

@@ -332,4 +332,4 @@ def test_wrong_keys_are_refused_as_ever() -> None:
     for tokens in (b"", b"\1\0\0"):
         with pytest.raises(SglcacheError):
             index.acquire(session, 1, tokens)
-    assert index.peek(b"") == (0, 0)
+    assert index.peek(b"")[:2] == (0, 0)

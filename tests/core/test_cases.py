@@ -118,8 +118,8 @@ def test_a04_no_match_emits_anything() -> None:
     seq = r.index.next_seq
     index = r.index
     for n in range(1000):
-        assert index.peek(pack(ids(1, 8))) == (8, 8)
-        assert index.peek(pack(ids(9, 16))) == (0, 0)
+        assert index.peek(pack(ids(1, 8)))[:2] == (8, 8)
+        assert index.peek(pack(ids(9, 16)))[:2] == (0, 0)
         if n < 10:
             assert r.peek(ids(1, 6)) == (4, 4)
             lease = acquire(r, one, ids(1, 6))  # splits the node

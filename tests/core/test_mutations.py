@@ -344,8 +344,8 @@ MUTATIONS = [
         "what is matched may be evicted to make room for the rest",
         Index,
         "_room",
-        "pool.free + pool.evictable - pinned - promised",
-        "pool.free + pool.evictable - promised",
+        "pool.free + pool.evictable - pinned - self.promised(0)",
+        "pool.free + pool.evictable - self.promised(0)",
         seed=61,
     ),
     mutation(
@@ -843,7 +843,9 @@ MUTATIONS = [
         "self.version += not present",
     ),
     mutation("a process that dies does not end its session", Index, "shard_gone", "self.end_session(session)", "pass"),
-    mutation("a promised page is promised again", Index, "_room", " - pinned - promised", " - pinned", evict_slice=1),
+    mutation(
+        "a promised page is promised again", Index, "_room", " - pinned - self.promised(0)", " - pinned", evict_slice=1
+    ),
     mutation(
         "the last to wait is served first",
         Index,
