@@ -13,7 +13,8 @@ All of it is by shape (by page, by end), never by kind. The laws of this file:
   cached, and may go. The state it began with it has read by then.
 * Where the tree has a companion's page it keeps it, and the newcomer's is a duplicate; where it has none it adopts it.
 * No leaf stays that no match can end in, once nobody holds it (`prune`): routers would be told of pages that are
-  no hit, and its pages would be of no use.
+  no hit, and its pages would be of no use. One that has its own pages of all companions may stay a while, where those
+  it needs above it have gone and it is one of very many there.
 * To the host go a node's companions with Full, or, if Full is there already, by a copy of their own: those of the
   deepest nodes first, as far as there is room. What finds none is counted, and not tried again.
 """
@@ -21,6 +22,7 @@ All of it is by shape (by page, by end), never by kind. The laws of this file:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglcache.core.effects import Copy, Part, Share
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from sglcache.core.tree import Node
 
 DEVICE, HOST = 0, 1
+LOOK = 16  # nodes
 
 COUNTERS = (  # of each companion, behind its name
     "committed_slots",
@@ -248,8 +251,23 @@ class Companions:
             node = order.victim()
             assert node is not None, f"nothing to evict: {pool}, {num_slots} wanted"
             self.drop(c, node)
-            self.prune(node)
+            self._prune_below(node, index.resources[c].reach)
         return True
+
+    def _prune_below(self, node: Node, reach: int) -> None:
+        """A companion has lost pages of a node: let the leaves go that needed them, as far as LOOK nodes tell."""
+        stack, leaves = [(node, reach)], []
+        for _ in range(LOOK):
+            if not stack:
+                break
+            node, left = stack.pop()
+            if node.children is None:
+                leaves.append(node)
+            elif left > 0:
+                below = islice(self.index.tree.children(node), LOOK)
+                stack += [(child, left - child.num_bytes // self.page_bytes) for child in below]
+        for leaf in leaves:
+            self.prune(leaf)
 
     def drop(self, c: int, node: Node, gone: bool = True) -> None:
         """Take an unlocked cell of a companion from a node. `gone`: it is counted as evicted."""
@@ -288,9 +306,18 @@ class Companions:
                     index.drop(tier, node)
             node = parent if node.parent is None else None
 
-    def _useless(self, node: Node) -> bool:
-        cells = node.cells
-        return any(all(cells[near + tier] is None for tier in range(self.T)) for _, near, _ in self.kinds)
+    def _useless(self, leaf: Node) -> bool:
+        """No match can end with it: some companion lacks, in all tiers, what that takes."""
+        for resource, near, _ in self.kinds:
+            left = 1 if resource.by_end else resource.reach
+            node: Node | None = leaf
+            while left > 0 and node is not None and node.parent is not None:
+                cells = node.cells
+                if all(cells[near + tier] is None for tier in range(self.T)):
+                    return True
+                left -= 1 if resource.by_end else node.num_bytes // self.page_bytes
+                node = node.parent
+        return False
 
     # -- leases: what they take -------------------------------------------------------------------------------------
 
@@ -738,8 +765,8 @@ class Companions:
 
     # -- copies to the host -----------------------------------------------------------------------------------------
 
-    def send_along(self, ticket: Ticket, nodes: Sequence[Node]) -> tuple[Part, ...]:
-        """What of these nodes' companions goes to the host with a copy that ends with the last of them.
+    def send_along(self, ticket: Ticket, num_bytes: int) -> tuple[Part, ...]:
+        """What of companions, on the last so many bytes of the path to its end, goes to the host with a copy.
 
         The copy has Full locked in both tiers, as far as its end.
         """
@@ -751,18 +778,11 @@ class Companions:
             c = kind.host
             assert c is not None
             pool = index.pools[c]
-            ends: list[int] = []
-            at = depth
-            for node in reversed(nodes):
-                ends.append(at)
-                at -= node.num_bytes
-            wanted = [
-                (node, end)
-                for node, end in zip(reversed(nodes), ends, strict=True)
-                if node.cells[kind.device] is not None and node.cells[c] is None
-            ]
+            wanted = self._lacking(kind, ticket.end, depth, num_bytes)
             chosen, need = self._fitting(kind, wanted, pool.free + pool.evictable)
-            if need > pool.free and not self.evict(c, need):
+            if need > pool.free:
+                self.evict(c, need)
+                wanted = self._lacking(kind, ticket.end, depth, num_bytes)  # nodes may have been joined
                 chosen, need = self._fitting(kind, wanted, pool.free)
             skipped = sum(kind.size(node.num_bytes // page_bytes) for node, _ in wanted) - need
             if skipped:
@@ -781,6 +801,7 @@ class Companions:
                 node.writing |= 1 << c
                 sources.append(node.cells[kind.device])
                 amount = 1 if kind.resource.by_end else node.num_bytes
+                self.order(c).put(node)  # whose place may be locked already
                 self.order(c).hold(node, amount)
                 self.order(kind.device).hold(node, amount)
                 ranges.append((c, end if kind.resource.by_end else end - node.num_bytes, end))
@@ -788,6 +809,17 @@ class Companions:
             self.count(kind, "backup_slots", need)
         ticket.depth, ticket.ranges = depth, ranges
         return tuple(parts)
+
+    def _lacking(self, kind: Kind, node: Node | None, depth: int, num_bytes: int) -> list[tuple[Node, int]]:
+        """(node, where it ends) on the last so many bytes of a path that are on the device and not on the host."""
+        found: list[tuple[Node, int]] = []
+        while num_bytes > 0 and node is not None and node.parent is not None:
+            if node.cells[kind.device] is not None and node.cells[kind.host] is None:  # type: ignore[index]
+                found.append((node, depth))
+            num_bytes -= node.num_bytes
+            depth -= node.num_bytes
+            node = node.parent
+        return found
 
     def _fitting(self, kind: Kind, wanted: list[tuple[Node, int]], room: int) -> tuple[list[tuple[Node, int]], int]:
         """As many of them, from the first on, as there is room for, and their slots."""
@@ -811,23 +843,19 @@ class Companions:
         if self.T <= HOST:
             return
         index = self.index
-        nodes: list[Node] = []
-        node: Node | None = end
+        last: Node | None = end
         left = pages * self.page_bytes
-        while left > 0 and node is not None and node.parent is not None:
-            nodes.append(node)
-            left -= node.num_bytes
-            node = node.parent
-        while nodes and not (nodes[0].cells[HOST] is not None and self._lacks(nodes[0])):
-            nodes.pop(0)
-        if not nodes:
+        while left > 0 and last is not None and last.parent is not None:
+            if last.cells[HOST] is not None and self._lacks(last):
+                break
+            left -= last.num_bytes
+            last = last.parent
+        else:
             return
-        nodes.reverse()
-        last = nodes[-1]
         ticket = Ticket(TicketId(index.new_id()), Tier.HOST, last, 0, None)
         index.orders[HOST].pin(last)
         index.orders[DEVICE].pin(last)
-        parts = self.send_along(ticket, nodes)
+        parts = self.send_along(ticket, left)
         if not parts:
             index.orders[HOST].unpin(last)
             index.orders[DEVICE].unpin(last)
@@ -884,7 +912,7 @@ class Companions:
             run = node.cells[c]
             node.writing &= ~(1 << c)
             self.order(c).let_go(node, amount)
-            self.order(c).unlink(node)
+            self.order(c).withdraw(node)
             node.cells[c] = None
             self.index.pools[c].cached -= len(run) // SLOT_BYTES
             found.append((c, run))

@@ -289,10 +289,9 @@ class Places(Recency):
             cells = node.cells
             if cells[lock] == 0 and cells[cell] is not None:
                 left, right = cells[older], cells[fresher]
-                if left is not None:  # a cell that has only just come is in no list yet
-                    left.cells[fresher] = right
-                    right.cells[older] = left
-                    cells[older] = cells[fresher] = None
+                left.cells[fresher] = right
+                right.cells[older] = left
+                cells[older] = cells[fresher] = None
                 locked += len(cells[cell])
             cells[lock] += 1
             num_bytes -= node.num_bytes
@@ -321,6 +320,13 @@ class Places(Recency):
             self.pool.locked += len(node.cells[self.cell]) // SLOT_BYTES
         else:
             self._append(node)
+
+    def withdraw(self, node: Node) -> None:
+        """The mirror of `put`, before the cell goes: its place may be locked."""
+        if node.cells[self.lock]:
+            self.pool.locked -= len(node.cells[self.cell]) // SLOT_BYTES
+        else:
+            self.unlink(node)
 
     def _append(self, node: Node) -> None:
         cells, end = node.cells, self.end

@@ -191,7 +191,7 @@ class Backups:
         self.writes.append(ticket)
         index.counters["backup_pages"] += need
         source = b"".join([each.cells[DEVICE] for each in chain])
-        more = () if index.companions is None else index.companions.send_along(ticket, chain)
+        more = () if index.companions is None else index.companions.send_along(ticket, need * page_bytes)
         index.emit(Copy(ticket.id, index.resources[HOST].name, Tier.DEVICE, Tier.HOST, source, slots, None, more))
         return done
 
