@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -38,6 +38,8 @@ MAX_PAGES = 2**31 - 1  # a slot is an int32
 MAX_RANKS = 4096
 MAX_LOAD_WORDS = 1 << 20  # of 8 bytes, one for each load slot and layer; each load slot is made at the start
 MAX_FILE = 16 << 20  # bytes of a configuration's file
+
+C = TypeVar("C", bound="Section")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -134,6 +136,12 @@ def _name(value: str) -> str:
     return value
 
 
+def _identifier(value: str) -> str:
+    if not value.isidentifier() or not value.isascii():
+        raise ValueError('write a name of letters, digits and _, such as "conv"')
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(size_text, return_type=str)]
 Endpoint = Annotated[str, AfterValidator(_endpoint)]
 Host = Annotated[str, AfterValidator(_host)]
@@ -148,6 +156,7 @@ class Section(BaseModel):
 
 
 Layout = Literal["page_first", "layer_first"]
+Dtype = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
 
 
 class PoolConfig(Section):
@@ -164,7 +173,12 @@ class PoolConfig(Section):
         default=None,
         description='Bytes of each shard\'s pool instead, such as "100 GB", rounded down to whole pages.',
     )
-    num_layers: int = Field(default=2, ge=1, le=4096, description="The model's layers of this pipeline rank.")
+    num_layers: int = Field(
+        default=2,
+        ge=0,
+        le=4096,
+        description="The layers of this pipeline rank that keep every token's KV; 0 where all are a window's.",
+    )
     num_kv_heads: int = Field(default=1, ge=1, le=65536, description="KV heads per layer, of all shards together.")
     head_dim: int = Field(default=32, ge=1, le=65536, description="Elements per head.")
     v_head_dim: int | None = Field(
@@ -180,9 +194,7 @@ class PoolConfig(Section):
     qk_rope_head_dim: int | None = Field(
         default=None, ge=0, le=65536, description="Latent attention: elements of the rotated key behind the latent."
     )
-    dtype: Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"] = Field(
-        default="float16", description="Element type of K and V, by torch's name."
-    )
+    dtype: Dtype = Field(default="float16", description="Element type of K and V, by torch's name.")
     layout: Layout = Field(
         default="page_first",
         description="page_first: a page's K and V of all layers are contiguous; layer_first: all pages of a layer are, "
@@ -358,16 +370,150 @@ class EvictionConfig(Section):
         return self
 
 
-class StageConfig(Section):
-    """`[[parallel.stages]]`: what one pipeline rank has otherwise than `[pool]` and `[host]` say."""
+class WindowConfig(Section):
+    """`[window]`: layers whose queries see the last tokens only. They have pages in pools of their own.
 
-    num_layers: int | None = Field(default=None, ge=1, le=4096, description="The model's layers of this stage.")
+    What is left out of a token's form is `[pool]`'s.
+    """
+
+    size: int = Field(
+        ge=1, le=1 << 31, description="Tokens that a query sees, itself among them: the model's sliding_window."
+    )
+    num_layers: int = Field(ge=1, le=4096, description="Such layers of this pipeline rank.")
+    num_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens that the pool holds, rounded down to whole pages; by default a quarter of [pool]'s.",
+    )
+    bytes: Size | None = Field(
+        default=None, description='Bytes of each shard\'s pool instead, such as "8 GB", rounded down to whole pages.'
+    )
+    host_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens that the host's pool holds; by default in the proportion of the device's.",
+    )
+    num_kv_heads: int | None = Field(default=None, ge=1, le=65536, description="KV heads per layer, of all shards.")
+    head_dim: int | None = Field(default=None, ge=1, le=65536, description="Elements per head.")
+    v_head_dim: int | None = Field(
+        default=None, ge=1, le=65536, description="Elements per head of V, where it differs from K."
+    )
+    dtype: Dtype | None = Field(default=None, description="Element type of K and V, by torch's name.")
+    layers: list[Annotated[int, Field(ge=0, le=65535)]] | None = Field(
+        default=None, description="The model's numbers of these layers, in order, for the runner to be told."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> WindowConfig:
+        if self.num_tokens is not None and self.bytes is not None:
+            raise ConfigError(
+                f'window.bytes = "{size_text(self.bytes)}" and window.num_tokens = {self.num_tokens} both say how big '
+                "the pool is; leave one out",
+                path="window.bytes",
+                value=self.bytes,
+            )
+        _check_layers("window", self.layers, self.num_layers)
+        return self
+
+
+class MambaStateConfig(Section):
+    """`[[mamba.states]]`: one of the arrays that a layer's state is made of."""
+
+    name: Annotated[str, AfterValidator(_identifier)] = Field(
+        max_length=64, description='What the runner calls it, such as "conv" or "ssm".'
+    )
+    shape: list[Annotated[int, Field(ge=1, le=1 << 31)]] = Field(
+        min_length=1, max_length=8, description="Of a layer, of all shards together, which split the first axis."
+    )
+    dtype: Dtype = Field(description="Element type, by torch's name.")
+
+
+class MambaConfig(Section):
+    """`[mamba]`: layers that keep one state in place of KV. A slot has the states of all of them after some token."""
+
+    num_layers: int = Field(ge=1, le=4096, description="Such layers of this pipeline rank.")
+    states: list[MambaStateConfig] = Field(min_length=1, max_length=16, description="What the state of a layer is.")
+    num_slots: int | None = Field(
+        default=None, ge=1, le=MAX_PAGES, description="States that the pool holds, those that requests write included."
+    )
+    bytes: Size | None = Field(
+        default=None, description='Bytes of each shard\'s pool instead, such as "8 GB", rounded down to whole slots.'
+    )
+    host_slots: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_PAGES,
+        description="States that the host's pool holds; by default in the proportion of the device's tokens.",
+    )
+    interval: int = Field(
+        default=1024,
+        ge=1,
+        le=1 << 31,
+        description="Tokens between the states that a runner is to commit, whole pages; it is told at hello.",
+    )
+    max_states_per_path: int = Field(
+        default=0, ge=0, le=1 << 31, description="States kept of one prompt, beyond which its oldest goes; 0: any."
+    )
+    layers: list[Annotated[int, Field(ge=0, le=65535)]] | None = Field(
+        default=None, description="The model's numbers of these layers, in order, for the runner to be told."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> MambaConfig:
+        if (self.num_slots is None) == (self.bytes is None):
+            raise ConfigError(
+                "mamba: num_slots and bytes both say how big the pool is; leave one out"
+                if self.num_slots is not None
+                else "mamba.num_slots is missing: how many states the pool holds, those that requests write included; "
+                'write it, or mamba.bytes, such as "8 GB"',
+                path="mamba.num_slots",
+                value=self.num_slots,
+            )
+        names = [state.name for state in self.states]
+        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+            raise ConfigError(
+                f'mamba.states: two are named "{twice[0]}"; give each a name of its own',
+                path="mamba.states",
+                value=names,
+            )
+        _check_layers("mamba", self.layers, self.num_layers)
+        return self
+
+
+def _check_layers(section: str, layers: list[int] | None, num_layers: int) -> None:
+    if layers is not None and (len(layers) != num_layers or sorted(set(layers)) != layers):
+        raise ConfigError(
+            f"{section}.layers = {layers}: of {section}.num_layers = {num_layers} layers; write the number of each "
+            "once, from the lowest to the highest, or leave it out",
+            path=f"{section}.layers",
+            value=layers,
+        )
+
+
+class StageConfig(Section):
+    """`[[parallel.stages]]`: what one pipeline rank has otherwise than the sections of its pools say."""
+
+    num_layers: int | None = Field(default=None, ge=0, le=4096, description="Of this stage, as pool.num_layers.")
     num_tokens: int | None = Field(default=None, ge=1, description="Tokens that its device pool holds.")
     size: Size | None = Field(default=None, description="Bytes of each of its shards' pools instead.")
     host_num_tokens: int | None = Field(
         default=None, ge=0, description="Tokens that its host pool holds; 0: no host tier."
     )
     host_size: Size | None = Field(default=None, description="Bytes of its host pool instead, of all shards.")
+    window_num_layers: int | None = Field(
+        default=None, ge=0, le=4096, description="Of this stage, as window.num_layers; 0: it has none."
+    )
+    window_num_tokens: int | None = Field(default=None, ge=1, description="Of this stage, as window.num_tokens.")
+    window_host_tokens: int | None = Field(default=None, ge=0, description="Of this stage, as window.host_tokens.")
+    mamba_num_layers: int | None = Field(
+        default=None, ge=0, le=4096, description="Of this stage, as mamba.num_layers; 0: it has none."
+    )
+    mamba_num_slots: int | None = Field(
+        default=None, ge=1, le=MAX_PAGES, description="Of this stage, as mamba.num_slots."
+    )
+    mamba_host_slots: int | None = Field(
+        default=None, ge=0, le=MAX_PAGES, description="Of this stage, as mamba.host_slots."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> StageConfig:
@@ -700,6 +846,8 @@ class Config(Section):
     )
     pool: PoolConfig = Field(default_factory=PoolConfig, description="The device pool.")
     host: HostConfig = Field(default_factory=HostConfig, description="The host tier.")
+    window: WindowConfig | None = Field(default=None, description="Layers with a sliding window, where there are any.")
+    mamba: MambaConfig | None = Field(default=None, description="Layers with a state, where there are any.")
     eviction: EvictionConfig = Field(default_factory=EvictionConfig, description="Which cached pages go first.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Replicas and stages.")
     events: EventsConfig = Field(default_factory=EventsConfig, description="The event stream.")
@@ -709,7 +857,7 @@ class Config(Section):
     state: StateConfig = Field(default_factory=StateConfig, description="What outlives the process.")
 
     def for_stage(self, pp_rank: int) -> Config:
-        """The configuration as the ranks of this pipeline stage have it: `[pool]` and `[host]` are the stage's own."""
+        """The configuration as the ranks of this pipeline stage have it: the sections of pools are the stage's own."""
         if not self.parallel.stages:
             return self
         stage = self.parallel.stages[pp_rank]
@@ -731,18 +879,43 @@ class Config(Section):
                     "parallel": self.parallel.model_copy(update={"stages": []}),
                     "pool": PoolConfig(**pool),
                     "host": HostConfig(**host),
+                    "window": self._own(stage, "window", self.window),
+                    "mamba": self._own(stage, "mamba", self.mamba),
                 }
             )
             own._check_host()
+            own._check_companions()
         except ConfigError as exc:
             path = self.key_of(pp_rank, exc.path)
             raise ConfigError(exc.message.replace(exc.path, path), path=path, value=exc.value) from None
         return own
 
+    def _own(self, stage: StageConfig, name: str, section: C | None) -> C | None:
+        """`[window]` or `[mamba]` as the stage has it; None: it has no such layers."""
+        said = {
+            key.removeprefix(f"{name}_"): value
+            for key, value in stage.model_dump(exclude_none=True).items()
+            if key.startswith(f"{name}_")
+        }
+        if not said:
+            return section
+        if section is None:
+            (key, value), *_ = said.items()
+            raise ConfigError(
+                f"{name}.{key} = {value} is of [{name}], and there is none; write that section, or leave it out",
+                path=f"{name}.{key}",
+                value=value,
+            )
+        if said.get("num_layers") == 0:
+            return None
+        if said.keys() & {"num_tokens", "num_slots"}:
+            said["bytes"] = None
+        return type(section)(**section.model_dump(exclude_unset=True) | said)
+
     def key_of(self, pp_rank: int, key: str) -> str:
         """Where what this stage has of `key`, such as host.size, is written: with the stage, or for all."""
         section, _, name = key.partition(".")
-        own = {"pool": name, "host": f"host_{name}"}.get(section)
+        own = name if section == "pool" else f"{section}_{name}"
         stages = self.parallel.stages
         said = stages and own in StageConfig.model_fields and getattr(stages[pp_rank], own) is not None
         return f"parallel.stages.{pp_rank}.{own}" if said else key
@@ -750,6 +923,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Config:
         self._check_host()
+        if not self.parallel.stages:
+            self._check_companions()
+        self._check_layer_numbers()
         stages = [self.for_stage(pp_rank) for pp_rank in range(len(self.parallel.stages))] or [self]
         if self.eviction.host != "lru" and not any(stage.host.enabled for stage in stages):
             raise ConfigError(
@@ -769,7 +945,7 @@ class Config(Section):
                     value=value,
                 )
         slots = self.control.num_load_slots
-        most = max(stage.pool.num_layers for stage in stages)
+        most = max(1, *(stage.pool.num_layers for stage in stages))
         if slots * most > MAX_LOAD_WORDS:
             raise ConfigError(
                 f"control.num_load_slots = {slots} of {most} layers are {slots * most} words that runners watch; "
@@ -798,6 +974,95 @@ class Config(Section):
                 path="storage.kind",
                 value=kind,
             )
+        for name in ("window", "mamba"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f'storage.kind = "{kind}" beside [{name}]: the third tier keeps the KV of every token and nothing '
+                    "else, and without the rest a page is of no use; leave storage.kind out",
+                    path="storage.kind",
+                    value=kind,
+                )
+
+    def _check_companions(self) -> None:
+        """What `[window]` and `[mamba]` need of the other sections."""
+        pool, window, mamba = self.pool, self.window, self.mamba
+        if not pool.num_layers and window is None:
+            raise ConfigError(
+                "pool.num_layers = 0, and there is no [window]: no layer keeps anything that a prefix could be had "
+                "from; write how many layers keep every token's KV, or a [window]",
+                path="pool.num_layers",
+                value=0,
+            )
+        for section in ("pool", "host"):
+            size = getattr(self, section).size
+            if size and not pool.num_layers:
+                raise ConfigError(
+                    f'{section}.size = "{size_text(size)}", and pool.num_layers = 0 makes pages of no bytes; write '
+                    f"{section}.num_tokens",
+                    path=f"{section}.size",
+                    value=size,
+                )
+        if window is not None:
+            heads = window.num_kv_heads or (pool.num_kv_heads if pool.kv_lora_rank is None else 1)
+            dims = (window.num_kv_heads, window.head_dim, window.v_head_dim)
+            latents = pool.kv_lora_rank is not None and dims == (None, None, None)
+            if pool.kv_lora_rank is not None and not latents and None in dims[:2]:
+                miss = "num_kv_heads" if window.num_kv_heads is None else "head_dim"
+                raise ConfigError(
+                    f"window.{miss} is missing: pool.kv_lora_rank = {pool.kv_lora_rank} has no heads that it could be "
+                    "taken from; write it, or leave all that is of heads out for latents as [pool]'s",
+                    path=f"window.{miss}",
+                    value=None,
+                )
+            if not latents and heads % pool.num_shards and pool.num_shards % heads:
+                raise ConfigError(
+                    f"pool.num_shards = {pool.num_shards} does not divide window.num_kv_heads = {heads}, nor is it a "
+                    "multiple of it; make one a multiple of the other",
+                    path="window.num_kv_heads",
+                    value=heads,
+                )
+        if mamba is not None:
+            for number, state in enumerate(mamba.states):
+                if state.shape[0] % pool.num_shards:
+                    raise ConfigError(
+                        f"mamba.states.{number}.shape = {state.shape}: shards split the first axis, and "
+                        f"pool.num_shards = {pool.num_shards} does not divide it; write the shape of all shards together, "
+                        "or other shards",
+                        path=f"mamba.states.{number}.shape",
+                        value=state.shape,
+                    )
+            if mamba.interval % pool.page_size:
+                page = pool.page_size
+                raise ConfigError(
+                    f"mamba.interval = {mamba.interval} is not of whole pages of {page} tokens; write "
+                    f"{max(1, mamba.interval // page) * page}",
+                    path="mamba.interval",
+                    value=mamba.interval,
+                )
+        for key, of in (
+            ("window.host_tokens", window and window.host_tokens),
+            ("mamba.host_slots", mamba and mamba.host_slots),
+        ):
+            if of is not None and bool(of) != self.host.enabled:
+                raise ConfigError(
+                    f"{key} = {of}, and there is no host tier; set host.num_tokens or host.pool_ratio, or leave "
+                    f"{key} out"
+                    if of
+                    else f"{key} = 0 beside a host tier: what is there could never be matched without it; write more, "
+                    "leave it out, or write host.num_tokens = 0 for no host tier",
+                    path=key,
+                    value=of,
+                )
+
+    def _check_layer_numbers(self) -> None:
+        for name, section in (("window", self.window), ("mamba", self.mamba)):
+            if section is not None and section.layers is not None and self.parallel.pp_size > 1:
+                raise ConfigError(
+                    f"{name}.layers are the numbers of one rank's layers, and parallel.pp_size = "
+                    f"{self.parallel.pp_size} ranks have each its own; leave {name}.layers out",
+                    path=f"{name}.layers",
+                    value=section.layers,
+                )
 
     def _check_host(self) -> None:
         num_pages = (self.host.num_tokens or 0) // self.pool.page_size
@@ -818,6 +1083,10 @@ OTHER_WORDS = {
     "host.pool_ratio": ("num_tokens", "size"),
     "host.num_tokens": ("size",),
     "host.size": ("num_tokens",),
+    "window.num_tokens": ("bytes",),
+    "window.bytes": ("num_tokens",),
+    "mamba.num_slots": ("bytes",),
+    "mamba.bytes": ("num_slots",),
 }
 
 
@@ -923,6 +1192,8 @@ def _describe(problem: Any, sources: Mapping[str, str]) -> str:
     source = f" ({sources[dotted]})" if dotted in sources else ""
     if problem["type"] == "extra_forbidden":
         return f"{dotted}{source}: no such key; {_suggest(dotted)}"
+    if problem["type"] == "missing":
+        return f"{dotted} is missing: {_description(dotted)}"
     message = problem["msg"].removeprefix("Value error, ")
     message = (message[:1].lower() + message[1:]).replace("input should be", "must be")
     if problem["type"] == "string_type":
@@ -944,16 +1215,26 @@ def keys() -> dict[str, Any]:
     """Every key by its dotted path, with its default; the order is the file's."""
     found: dict[str, Any] = {}
     for name, field in Config.model_fields.items():
-        section = field.annotation
-        if not (isinstance(section, type) and issubclass(section, Section)):
+        section = _section(field.annotation)
+        if section is None:
             found[name] = field.default
             continue
         for key, inner in section.model_fields.items():
-            found[f"{name}.{key}"] = inner.default
-            for table in get_args(inner.annotation):  # of a list of tables: those of one
-                if isinstance(table, type) and issubclass(table, Section):
-                    found |= {f"{name}.{key}.{own}": its.default for own, its in table.model_fields.items()}
+            found[f"{name}.{key}"] = None if inner.is_required() else inner.default
+            if (table := _section(inner.annotation)) is not None:  # of a list of tables: those of one
+                found |= {
+                    f"{name}.{key}.{own}": None if its.is_required() else its.default
+                    for own, its in table.model_fields.items()
+                }
     return found
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section that a field is, or may be, or has a list of."""
+    for each in (annotation, *get_args(annotation)):
+        if isinstance(each, type) and issubclass(each, Section):
+            return each
+    return None
 
 
 def _general(dotted: str) -> str:
@@ -964,6 +1245,16 @@ def _general(dotted: str) -> str:
 def _default_of(dotted: str) -> Any:
     """As a file has it: a size is text."""
     return keys().get(_general(dotted))
+
+
+def _description(dotted: str) -> str:
+    """What a field that must be written says of itself."""
+    section: type[Section] = Config
+    *sections, key = _general(dotted).split(".")
+    for name in sections:
+        section = _section(section.model_fields[name].annotation) or section
+    text = section.model_fields[key].description or ""
+    return f"{text[:1].lower()}{text[1:].rstrip('.')}; write it"
 
 
 def _default(dotted: str) -> str:

@@ -13,9 +13,12 @@ from pydantic import ValidationError
 
 from sglcache.config import (
     Config,
+    MambaConfig,
+    MambaStateConfig,
     PolicyName,
     Section,
     StageConfig,
+    WindowConfig,
     keys,
     load,
     parse,
@@ -29,6 +32,16 @@ from sglcache.memory.geometry import Geometry
 from sglcache.server.rank import policy_of
 
 LATENTS = ["pool.kv_lora_rank=512", "pool.qk_rope_head_dim=64"]
+WINDOW = ["window.size=20", "window.num_layers=2"]
+THIRD = ["storage.kind=file", "storage.path=/x", "model_name=m"]
+
+
+def state(*tables: str) -> str:
+    each = [f"{{{table}, dtype = 'float32'}}" for table in tables]
+    return f"mamba.states=[{', '.join(each)}]"
+
+
+MAMBA = ["mamba.num_layers=3", state("name = 'conv', shape = [8, 3]", "name = 'ssm', shape = [4]"), "mamba.num_slots=9"]
 CONFIGS = sorted(Path(__file__).parents[1].joinpath("configs").glob("*.toml"))
 
 
@@ -40,6 +53,10 @@ def sections() -> list[type[Section]]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
     ]
     return found
+
+
+ABSENT: list[type[Section]] = [WindowConfig, MambaConfig, MambaStateConfig]
+"""Sections that are not there by default. What such a one is of has no default that could be right."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -61,11 +78,11 @@ def test_cpu_toml_says_the_defaults() -> None:
     assert "dir" in unset
 
 
-@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+@pytest.mark.parametrize("section", [*sections(), *ABSENT], ids=lambda section: section.__name__)
 def test_every_field_has_a_default_and_a_description(section: type[Section]) -> None:
     assert section.__doc__
     for name, field in section.model_fields.items():
-        assert not field.is_required(), f"{section.__name__}.{name} has no default"
+        assert not field.is_required() or section in ABSENT, f"{section.__name__}.{name} has no default"
         assert field.description, f"{section.__name__}.{name} has no description"
         assert field.description.endswith("."), f"{section.__name__}.{name}: the description is a sentence"
 
@@ -169,7 +186,14 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
             "parallel.stages.0.num_layer",
             "did you mean parallel.stages.num_layers?",
         ),
-        ("parallel.stages=[{num_layers = 0}]", "parallel.stages.0.num_layers", "greater than or equal to 1"),
+        ("parallel.stages=[{num_layers = 0}]", "parallel.stages.0.num_layers", "or a [window]"),
+        ("parallel.stages=[{num_layers = -1}]", "parallel.stages.0.num_layers", "greater than or equal to 0"),
+        ("parallel.stages=[{window_num_tokens = 9}]", "parallel.stages.0.window_num_tokens", "write that section"),
+        ("parallel.stages=[{mamba_num_slots = 9}]", "parallel.stages.0.mamba_num_slots", "is of [mamba], and there"),
+        ("pool.num_layers=0", "pool.num_layers", "write how many layers keep every token's KV, or a [window]"),
+        ("window.num_layers=3", "window.size", "window.size is missing: tokens that a query sees"),
+        ("windw.size=3", "windw", "did you mean [window]?"),
+        ("mamba.slots=3", "mamba.num_layers", "did you mean mamba.num_slots?"),
         (
             "parallel.stages=[{host_num_tokens = 99999999999999}]",
             "parallel.stages.0.host_num_tokens",
@@ -222,6 +246,41 @@ def test_a_wrong_key_or_value_is_refused_by_path_with_the_remedy(override: str, 
         ([*LATENTS, "pool.head_dim=64"], "pool.head_dim", "is of heads, and pool.kv_lora_rank = 512"),
         ([*LATENTS, "pool.v_head_dim=64"], "pool.v_head_dim", "leave one out"),
         ([*LATENTS, "pool.num_kv_heads=8"], "pool.num_kv_heads", "leave one out"),
+        ([*WINDOW, "window.num_tokens=64", "window.bytes=1 GB"], "window.bytes", "leave one out"),
+        ([*WINDOW, "window.size=0"], "window.size", "greater than or equal to 1"),
+        ([*WINDOW, "window.num_layers=0"], "window.num_layers", "greater than or equal to 1"),
+        ([*WINDOW, "window.dtype=int4"], "window.dtype", "'float16', 'bfloat16'"),
+        ([*WINDOW, "window.host_tokens=64", "host.pool_ratio=0"], "window.host_tokens", "there is no host tier; set"),
+        ([*WINDOW, "window.host_tokens=0"], "window.host_tokens", "write more, leave it out"),
+        ([*WINDOW, "window.layers=[1]"], "window.layers", "of window.num_layers = 2 layers"),
+        ([*WINDOW, "window.layers=[3, 1]"], "window.layers", "from the lowest to the highest"),
+        ([*WINDOW, "window.layers=[1, -3]"], "window.layers.1", "greater than or equal to 0"),
+        ([*WINDOW, "window.layers=[1, 3]", "parallel.pp_size=2"], "window.layers", "leave window.layers out"),
+        ([*WINDOW, "pool.num_shards=4", "pool.num_kv_heads=4", "window.num_kv_heads=3"], "window.num_kv_heads", "= 3"),
+        ([*WINDOW, *LATENTS, "window.head_dim=64"], "window.num_kv_heads", "leave all that is of heads out"),
+        ([*WINDOW, "pool.num_layers=0", "pool.size=1 GB"], "pool.size", "pages of no bytes; write pool.num_tokens"),
+        ([*WINDOW, "pool.num_layers=0", "host.size=1 GB"], "host.size", "pages of no bytes; write host.num_tokens"),
+        ([*WINDOW, *THIRD], "storage.kind", "beside [window]: the third tier keeps the KV of every token"),
+        ([*MAMBA, *THIRD], "storage.kind", "beside [mamba]: the third tier keeps the KV of every token"),
+        ([*MAMBA, "mamba.bytes=1 GB"], "mamba.num_slots", "leave one out"),
+        (MAMBA[:-1], "mamba.num_slots", 'or mamba.bytes, such as "8 GB"'),
+        ([*MAMBA, "pool.num_layers=0"], "pool.num_layers", "or a [window]"),
+        ([*MAMBA, "mamba.interval=1000"], "mamba.interval", "whole pages of 16 tokens; write 992"),
+        ([*MAMBA, "mamba.interval=8"], "mamba.interval", "write 16"),
+        ([*MAMBA, "mamba.host_slots=9", "host.size=0 B"], "mamba.host_slots", "there is no host tier; set"),
+        ([*MAMBA, "mamba.host_slots=0"], "mamba.host_slots", "never be matched without it"),
+        ([*MAMBA, "mamba.num_slots=2147483648"], "mamba.num_slots", "less than or equal to 2147483647"),
+        ([*MAMBA, "mamba.states=[]"], "mamba.states", "at least 1 item"),
+        ([*MAMBA, "mamba.states=[{name = 'a', shape = [2]}]"], "mamba.states.0.dtype", "is missing: element type"),
+        ([*MAMBA, state("name = '1a', shape = [2]")], "mamba.states.0.name", "letters, digits and _"),
+        ([*MAMBA, state("name = 'a', shape = [2, 0]")], "mamba.states.0.shape.1", "greater than or equal to 1"),
+        ([*MAMBA, state("name = 'a', shape = []")], "mamba.states.0.shape", "at least 1 item"),
+        (
+            [*MAMBA, state("name = 'a', shape = [6]"), "pool.num_kv_heads=4", "pool.num_shards=4"],
+            "mamba.states.0.shape",
+            "pool.num_shards = 4 does not divide it",
+        ),
+        ([*MAMBA, state("name = 'a', shape = [6]", "name = 'a', shape = [7]")], "mamba.states", 'two are named "a"'),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_both_sides(overrides: list[str], path: str, remedy: str) -> None:
@@ -238,6 +297,7 @@ def test_what_contradicts_itself_is_refused_with_both_sides(overrides: list[str]
         ("[pool]\nsize = '1 MiB'", "pool.num_tokens=160", ("pool", "num_tokens", 160)),
         ("[host]\nsize = '1 MiB'", "host.num_tokens=160", ("host", "num_tokens", 160)),
         ("[host]\nnum_tokens = 160", "host.pool_ratio=0", ("host", "enabled", False)),
+        ("[window]\nsize = 9\nnum_layers = 1\nbytes = '1 MB'", "window.num_tokens=160", ("window", "num_tokens", 160)),
         ("[pool]\nhead_dim = 32\nqk_rope_head_dim = 0", "pool.kv_lora_rank=8", ("pool", "kv_lora_rank", 8)),
     ],
 )
@@ -294,6 +354,8 @@ def test_a_configuration_survives_being_told_to_a_rank() -> None:
     sizes = ["pool.size=1.5 GB", "host.size=3 GiB", "parallel.pp_size=2", "parallel.stages=[{size = '5 MB'}, {}]"]
     config = load(None, sizes)
     assert parse(config.model_dump(mode="json", exclude_unset=True)) == config
+    hybrid = load(None, [*WINDOW, "window.bytes=1.5 GB", "window.layers=[1, 3]", *MAMBA])
+    assert parse(hybrid.model_dump(mode="json", exclude_unset=True)) == hybrid
     assert config.model_dump(mode="json")["host"]["size"] == "3 GiB"
 
 
@@ -394,6 +456,24 @@ def test_a_stage_differs_in_what_it_says_and_in_nothing_else() -> None:
     assert (third.pool, third.host) == (config.pool, config.host)
     assert all(stage.events == config.events for stage in (first, second, third))
     assert load().for_stage(0) == load()
+
+
+def test_a_stage_may_have_other_layers_of_each_kind_or_none() -> None:
+    windows = "num_layers = 0, window_num_layers = 5, window_num_tokens = 320, window_host_tokens = 640"
+    states = "window_num_layers = 0, mamba_num_layers = 4, mamba_num_slots = 7, mamba_host_slots = 8"
+    stages = f"parallel.stages=[{{{windows}, mamba_num_layers = 0}}, {{{states}}}, {{}}]"
+    config = load(None, ["parallel.pp_size=3", stages, *WINDOW, "window.bytes=1 MB", *MAMBA])
+    first, second, third = (config.for_stage(pp_rank) for pp_rank in range(3))
+    assert first.window is not None
+    assert second.mamba is not None
+    assert (first.pool.num_layers, first.mamba, second.window) == (0, None, None)
+    window = first.window
+    assert (window.num_layers, window.num_tokens, window.bytes, window.host_tokens) == (5, 320, None, 640)
+    assert (second.mamba.num_layers, second.mamba.num_slots, second.mamba.host_slots) == (4, 7, 8)
+    assert second.mamba.states == config.mamba.states if config.mamba is not None else False
+    assert (third.window, third.mamba) == (config.window, config.mamba)
+    assert config.key_of(0, "window.num_tokens") == "parallel.stages.0.window_num_tokens"
+    assert config.key_of(1, "window.num_tokens") == "window.num_tokens"
 
 
 def test_the_example_of_four_ranks_has_the_sizes_that_it_says() -> None:
