@@ -434,7 +434,10 @@ class MambaConfig(Section):
     num_layers: int = Field(ge=1, le=4096, description="Such layers of this pipeline rank.")
     states: list[MambaStateConfig] = Field(min_length=1, max_length=16, description="What the state of a layer is.")
     num_slots: int | None = Field(
-        default=None, ge=1, le=MAX_PAGES, description="States that the pool holds, those that requests write included."
+        default=None,
+        ge=2,
+        le=MAX_PAGES,
+        description="States that the pool holds; a request that goes on from one writes another.",
     )
     bytes: Size | None = Field(
         default=None, description='Bytes of each shard\'s pool instead, such as "8 GB", rounded down to whole slots.'
@@ -464,8 +467,8 @@ class MambaConfig(Section):
             raise ConfigError(
                 "mamba: num_slots and bytes both say how big the pool is; leave one out"
                 if self.num_slots is not None
-                else "mamba.num_slots is missing: how many states the pool holds, those that requests write included; "
-                'write it, or mamba.bytes, such as "8 GB"',
+                else "mamba.num_slots is missing: states that the pool holds, those that requests write among them; write "
+                'it, or mamba.bytes, such as "8 GB"',
                 path="mamba.num_slots",
                 value=self.num_slots,
             )
@@ -509,7 +512,7 @@ class StageConfig(Section):
         default=None, ge=0, le=4096, description="Of this stage, as mamba.num_layers; 0: it has none."
     )
     mamba_num_slots: int | None = Field(
-        default=None, ge=1, le=MAX_PAGES, description="Of this stage, as mamba.num_slots."
+        default=None, ge=2, le=MAX_PAGES, description="Of this stage, as mamba.num_slots."
     )
     mamba_host_slots: int | None = Field(
         default=None, ge=0, le=MAX_PAGES, description="Of this stage, as mamba.host_slots."
@@ -1026,8 +1029,8 @@ class Config(Section):
                 if state.shape[0] % pool.num_shards:
                     raise ConfigError(
                         f"mamba.states.{number}.shape = {state.shape}: shards split the first axis, and "
-                        f"pool.num_shards = {pool.num_shards} does not divide it; write the shape of all shards together, "
-                        "or other shards",
+                        f"pool.num_shards = {pool.num_shards} does not divide it; write the shape of all shards "
+                        "together, or other shards",
                         path=f"mamba.states.{number}.shape",
                         value=state.shape,
                     )

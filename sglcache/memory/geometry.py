@@ -18,23 +18,33 @@ piece as a `Region`, the same bytes of every page at a stride. `moves(src, dst)`
 few pairs as there can be (one, from page_first to page_first), all layers or one; `Geometry.pairs` says which pools
 those are. A copy of n pages is then, for each pair of regions, n runs of `num_bytes` from `src.start(p)` to
 `dst.start(q)`: what a batch of memcpys takes, and a gather in numpy as well.
+
+**Hybrid models** have several *resources*, each with pools of its own and a `Form` that answers all of the above: the
+layers that keep every token (`Geometry`), those with a sliding window (another `Geometry`: other layers, other heads,
+fewer pages), and those that keep one state (`StateGeometry`). There a page is a slot, and its pieces are the named
+arrays of each layer's state. Where no layer keeps every token, those pages have no bytes, and are names alone.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglcache.errors import ConfigError
 from sglcache.units import Tier
 from sglcache.wire import control
+from sglcache.wire.control import StateForm
 
 if TYPE_CHECKING:
-    from sglcache.config import Config
+    from sglcache.config import Config, MambaConfig, WindowConfig
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 LAYOUTS = ("page_first", "layer_first")
+FULL, WINDOW, MAMBA = "full", "window", "mamba"  # resources; the first is always there
+STATE_ALIGN = 16  # bytes
 MAX_INT32 = (1 << 31) - 1  # a slot is one, and so is the size of a page in numpy's eyes
 
 
@@ -89,7 +99,7 @@ class Placement:
 
     def page(self) -> Region:
         """All that a page has, as one region. ConfigError: it lies in several places (layer_first)."""
-        (region, _), *others = moves(self, self)
+        (region, _), *others = moves(self, self) or [(Region(0, 0, 0),) * 2]
         if others:
             raise ConfigError(
                 "the bytes of a page lie apart, layer by layer; read the pool's layers, or give the daemon "
@@ -137,9 +147,81 @@ class Plane(NamedTuple):
     token_bytes: int
 
 
+class Form(ABC):
+    """What the pools of one resource are like: what pools, placements and copies ask."""
+
+    __slots__ = ()
+
+    num_pages: int  # of the device pool; each shard has them all
+    num_layers: int
+    layout: str
+    num_shards: int
+    host_pages: int  # 0: no host pool
+    host_layout: str
+
+    # -- what ---------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def pieces(self) -> tuple[int, ...]:
+        """Bytes of each piece that a page has of a layer, in one shard."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in one shard."""
+        return self.num_layers * sum(self.pieces)
+
+    # -- whose --------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_replicas(self) -> int:
+        """How many shards have the same bytes."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many shards have bytes of their own; the host has a pool for each part."""
+        return self.num_shards // self.num_replicas
+
+    def pairs(self, src: Tier, dst: Tier) -> list[tuple[int, int]]:
+        """(source pool, target pool) of each copy that a page takes from tier to tier, by their numbers there."""
+        if (src, dst) == (Tier.DEVICE, Tier.HOST):
+            return [(part * self.num_replicas, part) for part in range(self.num_parts)]
+        assert (src, dst) == (Tier.HOST, Tier.DEVICE), f"from {src!r} to {dst!r}"
+        return [(shard // self.num_replicas, shard) for shard in range(self.num_shards)]
+
+    # -- where --------------------------------------------------------------------------------------------
+
+    def placement(self, tier: Tier = Tier.DEVICE) -> Placement:
+        """Of one shard's device pool, or of one part's host pool."""
+        num_pages, layout = (
+            (self.num_pages, self.layout) if tier is Tier.DEVICE else (self.host_pages, self.host_layout)
+        )
+        return Placement.of(layout, num_pages, self.num_layers, self.pieces)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of one shard's device pool."""
+        return self.num_pages * self.page_bytes
+
+    @property
+    def host_pool_bytes(self) -> int:
+        """Of one part's host pool."""
+        return self.host_pages * self.page_bytes
+
+    # -- told ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def to_wire(self) -> control.Geometry | control.StateGeometry: ...
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Its fields by name, as JSON has them."""
+
+
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """The form of a rank's pools. ConfigError, with the dotted key as `path`, for one that can't be.
+class Geometry(Form):
+    """The form of pools of tokens. ConfigError, with the dotted key as `path`, for one that can't be.
 
     With a `kv_lora_rank` the pools hold latents, `num_kv_heads` is 1, `head_dim` is the row's width and `v_head_dim` 0.
     """
@@ -267,9 +349,13 @@ class Geometry:
         return self.num_layers * self.layer_bytes
 
     @property
-    def page_bytes(self) -> int:
-        """Of one page in one shard."""
-        return self.page_size * self.token_bytes
+    def pieces(self) -> tuple[int, ...]:
+        return tuple(self.page_size * plane.token_bytes for plane in self.planes)
+
+    @property
+    def load_layers(self) -> int:
+        """Layers that the loads of a rank are told of, with this as its first resource: one where there are none."""
+        return max(1, self.num_layers)
 
     # -- whose --------------------------------------------------------------------------------------------
 
@@ -279,57 +365,203 @@ class Geometry:
 
     @property
     def num_replicas(self) -> int:
-        """How many shards have the same bytes."""
         return self.num_shards if self.is_latent else max(1, self.num_shards // self.num_kv_heads)
 
-    @property
-    def num_parts(self) -> int:
-        """How many shards have bytes of their own; the host has a pool for each part."""
-        return self.num_shards // self.num_replicas
-
-    def pairs(self, src: Tier, dst: Tier) -> list[tuple[int, int]]:
-        """(source pool, target pool) of each copy that a page takes from tier to tier, by their numbers there."""
-        if (src, dst) == (Tier.DEVICE, Tier.HOST):
-            return [(part * self.num_replicas, part) for part in range(self.num_parts)]
-        assert (src, dst) == (Tier.HOST, Tier.DEVICE), f"from {src!r} to {dst!r}"
-        return [(shard // self.num_replicas, shard) for shard in range(self.num_shards)]
-
-    # -- where --------------------------------------------------------------------------------------------
-
-    def placement(self, tier: Tier = Tier.DEVICE) -> Placement:
-        """Of one shard's device pool, or of one part's host pool."""
-        num_pages, layout = (
-            (self.num_pages, self.layout) if tier is Tier.DEVICE else (self.host_pages, self.host_layout)
-        )
-        return Placement.of(
-            layout, num_pages, self.num_layers, [self.page_size * plane.token_bytes for plane in self.planes]
-        )
-
-    @property
-    def pool_bytes(self) -> int:
-        """Of one shard's device pool."""
-        return self.num_pages * self.page_bytes
-
-    @property
-    def host_pool_bytes(self) -> int:
-        """Of one part's host pool."""
-        return self.host_pages * self.page_bytes
-
-    # -- on the wire --------------------------------------------------------------------------------------
+    # -- told ---------------------------------------------------------------------------------------------
 
     def to_wire(self) -> control.Geometry:
         return control.Geometry(**asdict(self))
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
 
     @classmethod
     def from_wire(cls, wire: control.Geometry) -> Geometry:
         return cls(**{name: getattr(wire, name) for name in wire.__struct_fields__})
 
 
-_MAY_BE_0 = ("v_head_dim", "host_pages", "kv_lora_rank", "qk_rope_head_dim")
+_MAY_BE_0 = ("num_layers", "v_head_dim", "host_pages", "kv_lora_rank", "qk_rope_head_dim")
 
 
-def _wrong(name: str, what: str) -> ConfigError:
-    return ConfigError(f"pool.{name} {what}", path=f"pool.{name}")
+@dataclass(frozen=True, slots=True)
+class StateGeometry(Form):
+    """The form of pools of states: a page is a slot, which has the state of every layer. ConfigError as `Geometry`'s.
+
+    Shards split the first axis of each array. A piece is rounded up to `STATE_ALIGN` bytes, so that each begins where
+    its elements, and wide loads, may begin.
+    """
+
+    num_pages: int  # slots
+    num_layers: int
+    states: tuple[StateForm, ...]  # of a layer, of all shards
+    layout: str = "page_first"
+    num_shards: int = 1
+    host_pages: int = 0
+    host_layout: str = "page_first"
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_pages", 1), ("num_layers", 1), ("num_shards", 1), ("host_pages", 0)):
+            if not least <= (value := getattr(self, name)) <= MAX_INT32:
+                raise _wrong(name, f"= {value} is not in {least}..{MAX_INT32}", "mamba")
+        for name, shape, dtype in self.states:
+            if dtype not in ITEM_BYTES:
+                raise _wrong("states", f"{name!r}: dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", "mamba")
+            if not shape or min(shape) < 1 or shape[0] % self.num_shards:
+                raise _wrong(
+                    "states",
+                    f"{name!r} of {list(shape)} in {self.num_shards} shards, which split the first axis evenly",
+                    "mamba",
+                )
+        if self.page_bytes > MAX_INT32:
+            raise _wrong(
+                "num_layers",
+                f"= {self.num_layers} makes slots of {self.page_bytes:,} bytes in a shard ({sum(self.pieces):,} in "
+                f"each layer), and a slot has {MAX_INT32:,} at most; write smaller states, or more pool.num_shards",
+                "mamba",
+            )
+
+    def shard_shape(self, state: StateForm) -> tuple[int, ...]:
+        """Of an array of a layer in one shard."""
+        return (state.shape[0] // self.num_shards, *state.shape[1:])
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        sizes = [math.prod(self.shard_shape(state)) * ITEM_BYTES[state.dtype] for state in self.states]
+        return tuple(-(-size // STATE_ALIGN) * STATE_ALIGN for size in sizes)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one slot in one layer of one shard."""
+        return sum(self.pieces)
+
+    @property
+    def num_replicas(self) -> int:
+        return 1
+
+    def to_wire(self) -> control.StateGeometry:
+        return control.StateGeometry(**{name: getattr(self, name) for name in control.StateGeometry.__struct_fields__})
+
+    def facts(self) -> dict[str, Any]:
+        states = [{**state._asdict(), "shape": list(state.shape)} for state in self.states]
+        return {**{name: getattr(self, name) for name in control.StateGeometry.__struct_fields__}, "states": states}
+
+    @classmethod
+    def from_wire(cls, wire: control.StateGeometry) -> StateGeometry:
+        return cls(**{name: getattr(wire, name) for name in wire.__struct_fields__})
+
+
+class CompanionForm(NamedTuple):
+    """A resource beside the first, of one rank."""
+
+    kind: str  # WINDOW, MAMBA
+    form: Geometry | StateGeometry
+    window: int = 0  # tokens that a query sees
+    interval: int = 0  # tokens between two states that a runner should commit
+    layers: tuple[int, ...] = ()  # the model's numbers of its layers; (): nobody said
+
+    @property
+    def window_pages(self) -> int:
+        """Pages that a match must have at its end."""
+        assert isinstance(self.form, Geometry), f"{self.kind} has no window"
+        return -(-self.window // self.form.page_size)
+
+
+def companions_of(config: Config, full: Geometry) -> tuple[CompanionForm, ...]:
+    """The other resources of a rank so configured, `full` its first, in the order that all parts of a daemon have them.
+
+    ConfigError, with the numbers: one can't be, or a size holds too little.
+    """
+    found = []
+    if config.window is not None:
+        found.append(_window(config, config.window, full))
+    if config.mamba is not None:
+        found.append(_mamba(config, config.mamba, full))
+    return tuple(found)
+
+
+def _window(config: Config, window: WindowConfig, full: Geometry) -> CompanionForm:
+    pool = config.pool
+    row: dict[str, Any] = {}
+    if pool.kv_lora_rank is None or window.num_kv_heads is not None:
+        row = {"num_kv_heads": window.num_kv_heads or pool.num_kv_heads, "kv_lora_rank": 0, "qk_rope_head_dim": 0}
+        row["head_dim"] = window.head_dim or pool.head_dim
+        row["v_head_dim"] = window.v_head_dim or pool.v_head_dim or 0
+    dtype = window.dtype or full.dtype
+    try:
+        one = replace(full, num_pages=1, host_pages=0, num_layers=window.num_layers, dtype=dtype, **row)
+    except ConfigError as exc:
+        key = exc.path.removeprefix("pool.")
+        path = f"window.{key}" if getattr(window, key, None) is not None else exc.path
+        raise ConfigError(exc.message.replace(exc.path, path), **{**exc.facts, "path": path}) from None
+    least = -(-window.size // one.page_size)
+    what = f"pages of {one.page_size} tokens, and a window of {window.size:,} takes {least}"
+    remedy = f"write window.{{}} = {least * one.page_size} or more"
+    device, bound = full.num_pages // 4, f"a quarter of [pool]'s {full.num_pages:,}"
+    key = "window.num_tokens"
+    if window.bytes is not None:
+        device = _pages("window.bytes", window.bytes, one.page_bytes, "in each shard")
+        key, bound = "window.bytes", f"{window.bytes:,} bytes"
+    elif window.num_tokens is not None:
+        device, bound = window.num_tokens // one.page_size, f"{window.num_tokens:,} tokens"
+    _enough(key, bound, device, least, what, remedy.format("num_tokens"))
+    host, host_bound = _in_proportion(full, device)
+    if window.host_tokens is not None:
+        host, host_bound = window.host_tokens // one.page_size, f"{window.host_tokens:,} tokens"
+    if full.host_pages:
+        _enough("window.host_tokens", host_bound, host, least, what, remedy.format("host_tokens"))
+    form = replace(one, num_pages=device, host_pages=host)
+    return CompanionForm(WINDOW, form, window.size, 0, tuple(window.layers or ()))
+
+
+def _mamba(config: Config, mamba: MambaConfig, full: Geometry) -> CompanionForm:
+    one = StateGeometry(
+        num_pages=1,
+        num_layers=mamba.num_layers,
+        states=tuple(StateForm(state.name, tuple(state.shape), state.dtype) for state in mamba.states),
+        layout=full.layout,
+        num_shards=full.num_shards,
+        host_layout=full.host_layout,
+    )
+    device = mamba.num_slots or 0
+    if mamba.bytes is not None:
+        device = mamba.bytes // one.page_bytes
+        what = f"slots of {one.page_bytes:,} in each shard, and a request that goes on from a state writes another"
+        remedy = f'write mamba.bytes = "{2 * one.page_bytes} B" or more'
+        _enough("mamba.bytes", f"{mamba.bytes:,} bytes", device, 2, what, remedy)
+    host, bound = _in_proportion(full, device)
+    if mamba.host_slots is not None:
+        host, bound = mamba.host_slots, f"{mamba.host_slots:,}"
+    if full.host_pages:
+        _enough("mamba.host_slots", bound, host, 1, "slots", "write mamba.host_slots = 1 or more")
+    form = replace(one, num_pages=device, host_pages=host)
+    return CompanionForm(MAMBA, form, 0, mamba.interval, tuple(mamba.layers or ()))
+
+
+def _in_proportion(full: Geometry, num_pages: int) -> tuple[int, str]:
+    """Of a companion's host pool, as the first resource has it: its pages, and why."""
+    told = f"{full.host_pages:,} / {full.num_pages:,} of {num_pages:,} on the device"
+    return full.host_pages * num_pages // full.num_pages, told
+
+
+def _enough(path: str, bound: str, num_pages: int, least: int, what: str, remedy: str) -> None:
+    if num_pages < least:
+        raise ConfigError(f"{path}: {bound} makes {num_pages:,} {what}; {remedy}", path=path, value=num_pages)
+    if num_pages > MAX_INT32:
+        raise ConfigError(
+            f"{path}: {bound} makes {num_pages:,}, more than a slot number can name ({MAX_INT32}); write less",
+            path=path,
+            value=num_pages,
+        )
+
+
+def form_from_wire(wire: control.Geometry | control.StateGeometry) -> Geometry | StateGeometry:
+    if isinstance(wire, control.Geometry):
+        return Geometry.from_wire(wire)
+    return StateGeometry.from_wire(wire)
+
+
+def _wrong(name: str, what: str, section: str = "pool") -> ConfigError:
+    return ConfigError(f"{section}.{name} {what}", path=f"{section}.{name}")
 
 
 def _pages(path: str, num_bytes: int, page_bytes: int, which: str) -> int:

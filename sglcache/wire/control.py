@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 5  # raised when an old peer would misread a new one
+PROTOCOL = 6  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 MAX_FDS = 253  # beside one byte: the kernel's SCM_MAX_FD
@@ -85,12 +85,48 @@ class Geometry(Frame):
     qk_rope_head_dim: int
 
 
-class Welcome(Frame):
-    """The daemon's answer. Descriptors: the pools' memfds; if the role touches pages, also [load ring memfd, doorbell].
-    Of more than MAX_FDS, each MAX_FDS come beside some byte of the frame, in their order.
+class StateForm(NamedTuple):
+    """One of the arrays that the state of a layer is made of."""
 
-    The load ring is uint64 [num_load_slots * num_layers], written by the daemon: layer l of a load in slot s with
-    generation g is readable once ring[s * num_layers + l] >= g. The doorbell eventfd is this member's own.
+    name: str
+    shape: tuple[int, ...]  # of all shards together, which split the first axis
+    dtype: str
+
+
+class StateGeometry(Frame):
+    """What a slot holds in a pool of states, which is for a slot what `Geometry` is for a page.
+
+    A page_first pool is [num_pages][num_layers][states] of these, a layer_first one [num_layers][states][num_pages]; a
+    state of a layer takes a multiple of 16 bytes.
+    """
+
+    num_pages: int  # slots
+    num_layers: int
+    states: tuple[StateForm, ...]
+    layout: str
+    num_shards: int
+    host_pages: int
+    host_layout: str
+
+
+class CompanionHandle(Frame):
+    """What layers keep that don't keep every token's KV: their pools, as those of the Welcome itself."""
+
+    kind: str  # window, mamba
+    geometry: Geometry | StateGeometry
+    pools: list[PoolHandle]
+    window: int = 0  # tokens that a query sees, itself among them; 0: of a window this is none
+    interval: int = 0  # tokens between the states that a runner should commit; 0: of states this is none
+    layers: list[int] = []  # the model's numbers of these layers; []: nobody said
+
+
+class Welcome(Frame):
+    """The daemon's answer. Descriptors: the pools' memfds, then each companion's; if the role touches pages, then [load
+    ring memfd, doorbell]. Of more than MAX_FDS, each MAX_FDS come beside some byte of the frame, in their order.
+
+    The load ring is uint64 [num_load_slots * n], written by the daemon: layer l of a load in slot s with generation g
+    is readable once ring[s * n + l] >= g, and what companions have of the load is by then, too. n is num_layers, or 1
+    where there are none. The doorbell eventfd is this member's own.
     """
 
     protocol: int
@@ -104,6 +140,7 @@ class Welcome(Frame):
     pp_rank: U31
     dp_size: U31
     pp_size: U31
+    companions: list[CompanionHandle] = []
 
 
 class Refusal(Frame):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -10,15 +11,29 @@ from typing import Any
 
 import msgspec
 import pytest
-from forms import geometries
+from forms import forms, state_geometries
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglcache.config import load
 from sglcache.errors import ConfigError
-from sglcache.memory.geometry import Geometry, Placement, Plane, Region, moves
+from sglcache.memory.geometry import (
+    ITEM_BYTES,
+    STATE_ALIGN,
+    CompanionForm,
+    Form,
+    Geometry,
+    Placement,
+    Plane,
+    Region,
+    StateGeometry,
+    companions_of,
+    form_from_wire,
+    moves,
+)
 from sglcache.units import Tier
 from sglcache.wire import control
+from sglcache.wire.control import StateForm
 
 LLAMA_8B = Geometry(page_size=16, num_pages=1000, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 DEEPSEEK_V3 = Geometry(
@@ -99,8 +114,8 @@ def test_a_layer_first_plane_of_a_layer_is_one_array() -> None:
     assert caught.value.path == "pool.layout"
 
 
-@given(geometry=geometries())
-def test_the_pieces_of_all_pages_are_all_of_the_pool_and_none_is_there_twice(geometry: Geometry) -> None:
+@given(geometry=forms())
+def test_the_pieces_of_all_pages_are_all_of_the_pool_and_none_is_there_twice(geometry: Form) -> None:
     for tier in (Tier.DEVICE, Tier.HOST):
         placement = geometry.placement(tier)
         ranges = sorted(
@@ -109,14 +124,16 @@ def test_the_pieces_of_all_pages_are_all_of_the_pool_and_none_is_there_twice(geo
             for region in regions
             for page in range(placement.num_pages)
         )
-        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
-        assert ranges[-1][1] == placement.num_bytes == placement.num_pages * geometry.page_bytes
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges)][: len(ranges)]
+        assert placement.num_bytes == placement.num_pages * geometry.page_bytes
+        assert placement.num_bytes == (ranges[-1][1] if ranges else 0)
 
 
-@given(geometry=geometries(), data=st.data())
-def test_moves_are_every_piece_once_in_either_pool_whole_or_by_layer(geometry: Geometry, data: st.DataObject) -> None:
+@given(geometry=forms(), data=st.data())
+def test_moves_are_every_piece_once_in_either_pool_whole_or_by_layer(geometry: Form, data: st.DataObject) -> None:
     device, host = geometry.placement(Tier.DEVICE), geometry.placement(Tier.HOST)
-    chosen = data.draw(st.none() | st.lists(st.integers(0, geometry.num_layers - 1), unique=True).map(sorted))
+    layers = list(range(geometry.num_layers))
+    chosen = data.draw(st.none() | st.sets(st.sampled_from(layers or [0])).map(sorted)) if layers else None
     wanted = range(geometry.num_layers) if chosen is None else chosen
     found = moves(device, host, chosen)
     assert all(src.num_bytes == dst.num_bytes for src, dst in found)
@@ -131,7 +148,7 @@ def test_moves_are_every_piece_once_in_either_pool_whole_or_by_layer(geometry: G
             assert told[p] == pieces
             assert sum(move[side].num_bytes for move in found) == len(pieces)
     if geometry.layout == geometry.host_layout == "page_first" and chosen is None:
-        assert len(found) == 1
+        assert len(found) == (1 if layers else 0)
 
 
 def test_what_adjoins_in_one_page_only_is_not_joined() -> None:
@@ -146,6 +163,66 @@ def test_pools_of_other_pieces_are_not_copied() -> None:
         moves(Placement.whole(4, 8), Placement.whole(4, 16))
     with pytest.raises(ValueError, match="other pieces"):
         moves(Placement.of("page_first", 4, 2, [4]), Placement.of("page_first", 4, 1, [8]))
+
+
+# -- other resources ----------------------------------------------------------------------------------------
+
+
+QWEN3_NEXT = StateGeometry(
+    num_pages=100,
+    num_layers=36,
+    states=(StateForm("conv", (8192, 3), "bfloat16"), StateForm("ssm", (32, 128, 128), "float32")),
+    num_shards=4,
+    host_pages=50,
+)
+
+
+def test_a_slot_of_states_has_the_arrays_of_every_layer_and_shards_split_the_first_axis() -> None:
+    whole = replace(QWEN3_NEXT, num_shards=1)
+    assert whole.pieces == (8192 * 3 * 2, 32 * 128 * 128 * 4)
+    assert whole.page_bytes == 36 * (49_152 + 2_097_152)
+    assert QWEN3_NEXT.shard_shape(QWEN3_NEXT.states[0]) == (2048, 3)
+    assert QWEN3_NEXT.page_bytes * 4 == whole.page_bytes
+    assert QWEN3_NEXT.pairs(Tier.DEVICE, Tier.HOST) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert QWEN3_NEXT.host_pool_bytes == 50 * QWEN3_NEXT.page_bytes
+
+
+@given(geometry=state_geometries())
+def test_a_state_begins_where_its_elements_may_whatever_stands_before_it(geometry: StateGeometry) -> None:
+    for tier in (Tier.DEVICE, Tier.HOST):
+        for regions in geometry.placement(tier).layers:
+            for region, state in zip(regions, geometry.states, strict=True):
+                item = ITEM_BYTES[state.dtype]
+                exact = math.prod(geometry.shard_shape(state)) * item
+                assert region.offset % STATE_ALIGN == region.page_stride % STATE_ALIGN == 0
+                assert exact <= region.num_bytes < exact + STATE_ALIGN
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"num_pages": 0}, "mamba.num_pages"),
+        ({"num_layers": 0}, "mamba.num_layers"),
+        ({"num_shards": 5}, "mamba.states"),
+        ({"states": (StateForm("a", (4,), "int8"),)}, "mamba.states"),
+        ({"states": (StateForm("a", (), "float32"),)}, "mamba.states"),
+        ({"states": (StateForm("a", (1 << 20, 1 << 10), "float32"),)}, "mamba.num_layers"),
+    ],
+)
+def test_a_form_of_states_that_cannot_be_is_refused_by_its_key(changes: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError, match=path) as caught:
+        replace(QWEN3_NEXT, **changes)
+    assert caught.value.path == path
+
+
+def test_pages_without_layers_have_no_bytes_and_are_pages_all_the_same() -> None:
+    names = replace(LLAMA_8B, num_layers=0, host_pages=10)
+    assert (names.page_bytes, names.pool_bytes, names.num_pages, names.load_layers) == (0, 0, 1000, 1)
+    for tier in Tier.DEVICE, Tier.HOST:
+        placement = names.placement(tier)
+        assert placement.page() == Region(0, 0, 0)
+        assert placement.ranges(3) == []
+    assert LLAMA_8B.load_layers == 32
 
 
 # -- refusals -----------------------------------------------------------------------------------------------
@@ -224,14 +301,113 @@ def test_every_key_of_the_form_reaches_it() -> None:
     assert (latents.kv_lora_rank, latents.qk_rope_head_dim, latents.head_dim, latents.num_parts) == (512, 64, 576, 1)
 
 
+WINDOW = ["window.size=100", "window.num_layers=3"]
+STATES = "{name = 'conv', shape = [8, 3], dtype = 'float16'}, {name = 'ssm', shape = [4, 5], dtype = 'float32'}"
+MAMBA = ["mamba.num_layers=5", f"mamba.states=[{STATES}]", "mamba.num_slots=40"]
+
+
+def companions(*overrides: str) -> tuple[CompanionForm, ...]:
+    config = load(None, overrides)
+    return companions_of(config, Geometry.of(config))
+
+
+def test_a_model_without_companions_has_none() -> None:
+    assert companions() == ()
+
+
+def test_a_window_is_as_the_pool_where_it_does_not_say_and_a_quarter_of_it() -> None:
+    (window,) = companions(*WINDOW, "pool.v_head_dim=16", "pool.layout=layer_first", "window.layers=[0, 2, 4]")
+    full = of("pool.v_head_dim=16", "pool.layout=layer_first")
+    quarter = {"num_pages": full.num_pages // 4, "host_pages": full.host_pages // 4}
+    assert window == CompanionForm("window", replace(full, num_layers=3, **quarter), 100, 0, (0, 2, 4))
+    assert window.window_pages == 7
+
+
+def test_a_window_may_have_another_row_and_another_size() -> None:
+    pool = ["pool.num_kv_heads=4", "pool.num_shards=4", "host.pool_ratio=0.5"]
+    row = ["window.num_kv_heads=2", "window.head_dim=64", "window.v_head_dim=16", "window.dtype=bfloat16"]
+    (window,) = companions(*pool, *WINDOW, *row, "window.num_tokens=1000", "window.host_tokens=3000")
+    form = window.form
+    assert isinstance(form, Geometry)
+    assert (form.num_kv_heads, form.head_dim, form.v_head_dim, form.dtype) == (2, 64, 16, "bfloat16")
+    assert (form.num_pages, form.host_pages, form.num_parts) == (62, 187, 2)
+    (window,) = companions(*pool, *WINDOW, *row, "window.bytes=1 MB")
+    assert window.form.num_pages == 10**6 // window.form.page_bytes
+    assert window.form.host_pages == window.form.num_pages // 2, "in proportion"
+
+
+def test_a_window_beside_latents_has_latents_or_heads_of_its_own() -> None:
+    (window,) = companions(*LATENTS, *WINDOW, "pool.num_shards=3")
+    assert isinstance(window.form, Geometry)
+    assert (window.form.is_latent, window.form.num_parts) == (True, 1)
+    (window,) = companions(*LATENTS, *WINDOW, "window.num_kv_heads=3", "window.head_dim=8", "pool.num_shards=3")
+    assert (window.form.is_latent, window.form.num_parts) == (False, 3)
+
+
+def test_states_have_slots_by_number_or_bytes_and_on_the_host_in_proportion() -> None:
+    (mamba,) = companions(*MAMBA, "pool.num_kv_heads=2", "pool.num_shards=2", "pool.layout=layer_first")
+    states = (StateForm("conv", (8, 3), "float16"), StateForm("ssm", (4, 5), "float32"))
+    form = StateGeometry(40, 5, states, "layer_first", 2, 80, "page_first")
+    assert mamba == CompanionForm("mamba", form, 0, 1024)
+    (by_bytes,) = companions(*MAMBA[:2], "mamba.bytes=10 kB", "mamba.host_slots=3", "mamba.interval=32")
+    assert (by_bytes.form.num_pages, by_bytes.form.host_pages, by_bytes.interval) == (10**4 // (5 * 128), 3, 32)
+    (alone,) = companions(*MAMBA, "host.pool_ratio=0")
+    assert alone.form.host_pages == 0
+
+
+def test_a_model_with_both_has_the_window_first() -> None:
+    assert [each.kind for each in companions(*MAMBA, *WINDOW)] == ["window", "mamba"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        (
+            [*WINDOW, "pool.num_tokens=160"],
+            "window.num_tokens",
+            r"a quarter of \[pool\]'s 10 makes 2 pages of 16 tokens",
+        ),
+        ([*WINDOW, "window.num_tokens=99"], "window.num_tokens", "99 tokens makes 6 pages .* takes 7; write .* = 112"),
+        ([*WINDOW, "window.bytes=40 kB"], "window.bytes", "40,000 bytes makes 6 pages"),
+        ([*WINDOW, "window.bytes=4 B"], "window.bytes", "hold 0 pages of 6,144 bytes in each shard"),
+        ([*WINDOW, "window.host_tokens=100"], "window.host_tokens", r"6 pages .*; write window\.host_tokens = 112"),
+        ([*WINDOW, "host.num_tokens=64"], "window.host_tokens", "4 / 65,536 of 16,384 on the device makes 1 pages"),
+        ([*WINDOW, "window.num_tokens=99999999999"], "window.num_tokens", "more than a slot number"),
+        ([*WINDOW, "window.head_dim=65536", "pool.num_kv_heads=65536"], "pool.num_kv_heads", "bytes of a token"),
+        ([*MAMBA[:2], "mamba.bytes=639 B"], "mamba.bytes", 'makes 0 slots of 640 .*; write mamba.bytes = "1280 B"'),
+        ([*MAMBA, "host.num_tokens=16"], "mamba.host_slots", "makes 0 slots; write mamba.host_slots = 1"),
+        (
+            [*MAMBA, "mamba.num_layers=4096", "mamba.states=[{name='a',shape=[999999],dtype='float32'}]"],
+            "mamba.num_l",
+            "write smaller states",
+        ),
+    ],
+)
+def test_a_companion_that_holds_too_little_or_cannot_be_is_told_by_its_key(
+    overrides: list[str], path: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        companions(*overrides)
+    assert caught.value.path.startswith(path)
+    assert caught.value.path in caught.value.message
+
+
 # -- on the wire --------------------------------------------------------------------------------------------
 
 
-@given(geometry=geometries())
-def test_it_survives_the_wire(geometry: Geometry) -> None:
-    frame = msgspec.msgpack.decode(control.encode(geometry.to_wire()), type=control.Geometry)
-    assert Geometry.from_wire(frame) == geometry
+@given(geometry=forms())
+def test_it_survives_the_wire(geometry: Form) -> None:
+    frame = msgspec.msgpack.decode(control.encode(geometry.to_wire()), type=control.Geometry | control.StateGeometry)
+    assert form_from_wire(frame) == geometry
     assert math.prod((geometry.num_shards, geometry.pool_bytes)) == geometry.placement().num_bytes * geometry.num_shards
+
+
+@given(geometry=forms())
+def test_its_facts_are_json_and_say_it_all(geometry: Form) -> None:
+    facts = json.loads(json.dumps(geometry.facts()))
+    if "states" in facts:
+        facts["states"] = tuple(StateForm(**{**each, "shape": tuple(each["shape"])}) for each in facts["states"])
+    assert type(geometry)(**facts) == geometry
 
 
 @pytest.mark.parametrize("module", ["geometry", "mapping", "rings"])
