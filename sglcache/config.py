@@ -467,8 +467,8 @@ class MambaConfig(Section):
             raise ConfigError(
                 "mamba: num_slots and bytes both say how big the pool is; leave one out"
                 if self.num_slots is not None
-                else "mamba.num_slots is missing: states that the pool holds, those that requests write among them; write "
-                'it, or mamba.bytes, such as "8 GB"',
+                else "mamba.num_slots is missing: states that the pool holds, those that requests write among them; "
+                'write it, or mamba.bytes, such as "8 GB"',
                 path="mamba.num_slots",
                 value=self.num_slots,
             )

@@ -137,7 +137,7 @@ class _Threads:
         self._taking = threading.Lock()
         self._pieces: deque[_Piece] = deque()
         self._num_threads = num_threads
-        name = f"sglcache-{lane.way.name}"
+        name = f"sglcache-{lane.name}"
         # Daemon threads: a process that fails before close() shall end, not wait.
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
@@ -153,14 +153,15 @@ class _Threads:
     def _run(self) -> None:
         staging = np.empty(STAGING_BYTES, np.uint8)
         while (piece := self._take()) is not None:
-            flight, step, part = piece
+            flight, number, part = piece
             error = None
             try:
                 if flight.error is None and not self.lane.dropped:
-                    staging = move(flight.way, flight.steps[step], part, staging)
+                    step = flight.steps[number]
+                    staging = move(flight.runs[step.run].way, (step.first, step.stop), part, staging)
             except Exception as exc:
                 error = exc
-            self.lane.over(flight, step, error)
+            self.lane.over(flight, number, error)
             del piece, flight, part, error  # an idle thread keeps no pool mapped
 
     def _take(self) -> _Piece | None:
@@ -179,23 +180,24 @@ class _Threads:
 
     def _cut(self, flight: Flight) -> None:
         """Into pieces, all of them of sound slots."""
-        src, dst = flight.slots()
-        if not len(src):
-            self.lane.over(flight, None)
-            return
-        order = np.argsort(src, kind="stable")  # so that a cut between pieces breaks one run at most
-        src, dst = src[order], dst[order]
-        parts: dict[int, list[Part]] = {}
+        slots = []
+        for src, dst in flight.slots():
+            order = np.argsort(src, kind="stable")  # so that a cut between pieces breaks one run at most
+            slots.append((src[order], dst[order]))
+        parts: dict[tuple[int, int], list[Part]] = {}
         pieces = []
-        for step, (first, stop) in enumerate(flight.steps):
-            num_bytes = len(src) * sum(flight.way.layer_bytes[first:stop])
+        for number, (run, first, stop) in enumerate(flight.steps):
+            src, dst = slots[run]
+            num_bytes = len(src) * sum(flight.runs[run].way.layer_bytes[first:stop])
             count = max(-(-num_bytes // PIECE_BYTES), min(self._num_threads, num_bytes // SPLIT_BYTES), 1)
-            count = min(count, len(src))
-            flight.left[step] = count
-            if count not in parts:
-                ends = [each * len(src) // count for each in range(count + 1)]
-                parts[count] = [Part(src[first:stop], dst[first:stop]) for first, stop in itertools.pairwise(ends)]
-            pieces += [_Piece(flight, step, part) for part in parts[count]]
+            count = min(count, len(src)) if num_bytes else 0
+            flight.left[number] = count
+            if (run, count) not in parts:
+                ends = [each * len(src) // count for each in range(count + 1)] if count else [0]
+                parts[run, count] = [Part(src[here:end], dst[here:end]) for here, end in itertools.pairwise(ends)]
+            pieces += [_Piece(flight, number, part) for part in parts[run, count]]
+        if not pieces:
+            self.lane.over(flight, None)
         self._pieces.extend(pieces)
 
 

@@ -168,10 +168,11 @@ class CudaEngine(CopyEngine):
         self._lost(error)
 
     def _begin(self, lane: Lane, flight: Flight) -> None:
-        devices = [device for device in self._devices if device.serves(lane.way.direction)]
-        flight.left = [len(devices)] * len(flight.steps)
-        for device in devices:
-            device.queue.put(_Job(lane, flight))
+        serving = [[device for device in self._devices if device.serves(run.way)] for run in flight.runs]
+        flight.left = [len(serving[step.run]) for step in flight.steps]
+        for device in self._devices:
+            if any(device in each for each in serving):
+                device.queue.put(_Job(lane, flight))
 
     def _end(self, deadline: float | None) -> bool:
         for device in self._devices:
@@ -187,9 +188,7 @@ class _Device:
         self.number = number
         self.driver = driver
         self.queue: SimpleQueue[_Job | _Pin | None] = SimpleQueue()
-        self._directions = [
-            lane.way.direction for lane in lanes if any(_device_of(pair) == number for pair in lane.way.pairs)
-        ]
+        self._directions = [lane.direction for lane in lanes if any(self.serves(way) for way in lane.ways)]
         self._streams: dict[Direction, int] = {}
         self._marks: dict[Direction, deque[_Mark]] = {direction: deque() for direction in self._directions}
         self._events: list[int] = []  # to be recorded anew
@@ -198,8 +197,8 @@ class _Device:
         self._thread = threading.Thread(target=self._run, name=f"sglcache-cuda-{number}", daemon=True)
         self._thread.start()
 
-    def serves(self, direction: Direction) -> bool:
-        return direction in self._directions
+    def serves(self, way: Way) -> bool:
+        return any(_device_of(pair) == self.number for pair in way.pairs)
 
     def join(self, deadline: float | None) -> bool:
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -248,21 +247,23 @@ class _Device:
     def _enqueue(self, lane: Lane, flight: Flight) -> None:
         if lane.dropped:
             return
-        direction = lane.way.direction
         try:
-            src, dst = flight.slots()
+            slots = flight.slots()
         except (ValueError, IndexError) as exc:  # no device has it begun
             lane.over(flight, None, exc)
             return
-        stream = self._streams[direction]
-        for step, (first, stop) in enumerate(flight.steps):
-            dsts, srcs, sizes = self._batch(flight.way, first, stop, src, dst)
+        stream = self._streams[lane.direction]
+        for number, (run, first, stop) in enumerate(flight.steps):
+            way = flight.runs[run].way
+            if not self.serves(way):
+                continue
+            dsts, srcs, sizes = self._batch(way, first, stop, *slots[run])
             for at in range(0, len(sizes), MAX_BATCH):
                 here = slice(at, at + MAX_BATCH)
                 self.driver.copy(dsts[here], srcs[here], sizes[here], stream)
             event = self._events.pop() if self._events else self.driver.event()
             self.driver.record(event, stream)
-            self._marks[direction].append(_Mark(event, lane, flight, step))
+            self._marks[lane.direction].append(_Mark(event, lane, flight, number))
 
     def _batch(self, way: Way, first: int, stop: int, src: Slots, dst: Slots) -> tuple[Words, Words, Words]:
         """(target, source, size) of all ranges of these layers on this device: addresses."""
@@ -274,6 +275,8 @@ class _Device:
             for src_region, dst_region in pairs:
                 there, here, sizes = ranges(src, dst, src_region, dst_region, (a.span, b.span))
                 parts.append((there + np.uint64(b.address), here + np.uint64(a.address), sizes))
+        if not parts:  # pages without bytes
+            return np.zeros(0, np.uint64), np.zeros(0, np.uint64), np.zeros(0, np.uint64)
         dsts, srcs, sizes = (np.concatenate(each) for each in zip(*parts, strict=True))
         return dsts, srcs, sizes
 

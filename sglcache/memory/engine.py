@@ -9,9 +9,11 @@ none of one direction for one of the other: a long write-through never delays a 
                                                               └─► done(ticket, ok, error), one copy after the other
 
 A copy is one step, or with a load slot several, of `STEP_BYTES` or a layer each, in the layers' order: a runner
-computes with the first layers while the last are on their way. What the machine does at once, and in which threads, is
-the engine's own affair (`cpu_engine`, `cuda_engine`); what is heard of it is in order: `loaded` by layer, `done` by
-submission. A copy that hangs holds back what was submitted after it in its direction, and its age says so.
+computes with the first layers while the last are on their way. Pages of other resources that go with a copy
+(`Transfer.more`) are its first steps, whole, and nothing is told of them: who hears of the first layer has them. What
+the machine does at once, and in which threads, is the engine's own affair (`cpu_engine`, `cuda_engine`); what is heard
+of it is in order: `loaded` by layer, `done` by submission. A copy that hangs holds back what was submitted after it in
+its direction, and its age says so.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglcache.errors import ClosedError, TransferError
-from sglcache.memory.geometry import Geometry, Placement, Region, moves
+from sglcache.memory.geometry import FULL, Form, Placement, Region, moves
 from sglcache.units import TicketId, Tier
 
 STEP_BYTES = 4 << 20  # of all shards: half a millisecond or so, worth a step of its own and its doorbells
@@ -57,7 +59,7 @@ class LoadPlace(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Pages to copy from one tier to the other, of every shard."""
+    """Pages to copy from one tier to the other, of every shard: of the first resource, and what else goes with them."""
 
     ticket: TicketId
     src: Tier
@@ -65,17 +67,19 @@ class Transfer(NamedTuple):
     src_slots: bytes  # int32 [n]
     dst_slots: bytes  # int32 [n], without repeats
     load: LoadPlace | None = None  # layer by layer, each told of
+    more: Sequence[tuple[str, bytes, bytes]] = ()  # (resource, src_slots, dst_slots), of others than the first
 
 
 class Way:
-    """One direction of a rank: the pools that a page is copied between, and the regions of each layer."""
+    """One direction of a resource: the pools that a page is copied between, and the regions of each layer."""
 
-    def __init__(self, direction: Direction, pairs: Sequence[tuple[Memory, Memory]]) -> None:
+    def __init__(self, direction: Direction, pairs: Sequence[tuple[Memory, Memory]], resource: str = FULL) -> None:
         """`pairs`: (source, target) for each copy that a page takes; a source may stand in several.
 
         ValueError: their pages are not of the same pieces.
         """
         self.direction = direction
+        self.resource = resource
         self.name = NAMES[direction]
         self.pairs = tuple(pairs)
         self._placements = [(src.placement, dst.placement) for src, dst in pairs]
@@ -93,8 +97,11 @@ class Way:
         return sum(self.layer_bytes)
 
     def steps(self, num_pages: int) -> list[tuple[int, int]]:
-        """The layers of each step of a load of so many pages, as (first, stop)."""
-        found: list[tuple[int, int]] = []
+        """The layers of each step of a load of so many pages, as (first, stop).
+
+        Without layers there is one step all the same, so that somebody can be told of the load.
+        """
+        found: list[tuple[int, int]] = [] if self.num_layers else [(0, 1)]
         first, num_bytes = 0, 0
         for layer, each in enumerate(self.layer_bytes):
             num_bytes += each * num_pages
@@ -106,7 +113,8 @@ class Way:
     def moves(self, first: int, stop: int) -> list[tuple[Memory, Memory, list[tuple[Region, Region]]]]:
         """What to copy of each page for these layers: pool by pool, the regions."""
         if (found := self._moves.get((first, stop))) is None:
-            found = [moves(*placements, range(first, stop)) for placements in self._placements]
+            layers = range(first, min(stop, self.num_layers))
+            found = [moves(*placements, layers) for placements in self._placements]
             self._moves[first, stop] = found  # of many layers it takes longer than a piece of the copy
         return [(*pools, regions) for pools, regions in zip(self.pairs, found, strict=True)]
 
@@ -116,47 +124,80 @@ class LaneStats(NamedTuple):
 
     name: str  # backup, load
     copies: int
-    pages: int
-    bytes: int  # written, every shard's
+    pages: int  # of the first resource
+    bytes: int  # written, every shard's, of all resources
     seconds: float  # in which at least one was in flight: bytes / seconds is what the engine made of the machine
     failed: int
     in_flight: int
     oldest_s: float  # age of the copy that has been in flight the longest; 0: there is none
 
 
+class Run(NamedTuple):
+    """What a copy has of one resource."""
+
+    way: Way
+    src_slots: bytes
+    dst_slots: bytes
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.dst_slots) // 4
+
+
+class Step(NamedTuple):
+    """Layers first..stop-1 of one of a flight's runs."""
+
+    run: int
+    first: int
+    stop: int
+
+
 class Flight:
     """A copy on its way. Owned by its lane, whose lock guards what is not constant."""
 
-    def __init__(self, transfer: Transfer, way: Way, at: float) -> None:
+    def __init__(self, transfer: Transfer, ways: Sequence[Way], at: float) -> None:
+        """`ways`: the direction's, by resource, the first one first. KeyError: `more` is of none of them."""
         self.transfer = transfer
-        self.way = way
-        self.num_pages = len(transfer.dst_slots) // 4
+        first, by_name = ways[0], {way.resource: way for way in ways}
+        self.runs = [Run(by_name[resource], src, dst) for resource, src, dst in transfer.more]
+        last = len(self.runs)
+        self.runs.append(Run(first, transfer.src_slots, transfer.dst_slots))
+        self.num_pages = self.runs[last].num_pages
+        self.num_bytes = sum(run.num_pages * run.way.page_bytes for run in self.runs)
         self.at = at
-        self.steps = [(0, way.num_layers)] if transfer.load is None else way.steps(self.num_pages)
+        self.steps = [Step(number, 0, run.way.num_layers) for number, run in enumerate(self.runs[:last])]
+        layers = [(0, first.num_layers)] if transfer.load is None else first.steps(self.num_pages)
+        self.steps += [Step(last, *each) for each in layers]
         self.left = [1] * len(
             self.steps
         )  # pieces of each step that are not over; the engine sets them before it begins
         self.told = 0  # steps
         self.error: Exception | None = None
 
-    def slots(self) -> tuple[Slots, Slots]:
-        """Source and target pages. ValueError, IndexError: they are not those of these pools."""
-        src, dst = (np.frombuffer(each, "<i4") for each in (self.transfer.src_slots, self.transfer.dst_slots))
-        if len(src) != len(dst):
-            raise ValueError(f"{len(src)} source slots, {len(dst)} target slots")
-        for pools in self.way.pairs:
-            for slots, pool in zip((src, dst), pools, strict=True):
-                num_pages = pool.placement.num_pages
-                if len(slots) and not (slots.min() >= 0 and slots.max() < num_pages):
-                    raise IndexError(f"slots {slots.min()}..{slots.max()} of a pool of {num_pages} pages")
-        return src, dst
+    def slots(self) -> list[tuple[Slots, Slots]]:
+        """Source and target pages of each run. ValueError, IndexError: they are not those of these pools."""
+        found = []
+        for run in self.runs:
+            src, dst = (np.frombuffer(each, "<i4") for each in (run.src_slots, run.dst_slots))
+            if len(src) != len(dst):
+                raise ValueError(f"{len(src)} source slots, {len(dst)} target slots")
+            for pools in run.way.pairs:
+                for slots, pool in zip((src, dst), pools, strict=True):
+                    num_pages = pool.placement.num_pages
+                    if len(slots) and not (slots.min() >= 0 and slots.max() < num_pages):
+                        raise IndexError(f"slots {slots.min()}..{slots.max()} of a pool of {num_pages} pages")
+            found.append((src, dst))
+        return found
 
 
 class Lane:
     """The copies of one direction in the order of their submission, and what became of them. Thread-safe."""
 
-    def __init__(self, way: Way, done: Done, loaded: Loaded) -> None:
-        self.way = way
+    def __init__(self, ways: Sequence[Way], done: Done, loaded: Loaded) -> None:
+        """`ways`: of this direction, those of the first resource first."""
+        self.ways = tuple(ways)
+        self.direction = ways[0].direction
+        self.name = ways[0].name
         self._done = done
         self._loaded = loaded
         self._lock = threading.RLock()  # `done` and `loaded` run under it: in order
@@ -167,7 +208,7 @@ class Lane:
         self.dropped = False  # nothing is told any more
 
     def add(self, transfer: Transfer) -> Flight:
-        flight = Flight(transfer, self.way, time.monotonic())
+        flight = Flight(transfer, self.ways, time.monotonic())
         with self._lock:
             if not self._flights:
                 self._busy_since = flight.at
@@ -189,8 +230,10 @@ class Lane:
     def _tell_layers(self, flight: Flight) -> None:
         load = flight.transfer.load
         while flight.told < len(flight.steps) and not flight.left[flight.told]:
-            if load is not None and flight.error is None and not self.dropped:
-                self._loaded(load, *flight.steps[flight.told])
+            run, first, stop = flight.steps[flight.told]
+            last = run == len(flight.runs) - 1
+            if load is not None and last and flight.error is None and not self.dropped:
+                self._loaded(load, first, stop)
             flight.told += 1
 
     def _end(self, flight: Flight) -> None:
@@ -201,7 +244,7 @@ class Lane:
         if error is None:
             self._copies += 1
             self._pages += flight.num_pages
-            self._bytes += flight.num_pages * self.way.page_bytes
+            self._bytes += flight.num_bytes
         else:
             self._failed += 1
         if self.dropped:
@@ -209,7 +252,7 @@ class Lane:
         if error is None:
             self._done(ticket, True, None)
         else:
-            failed = TransferError(f"copy {ticket} ({self.way.name}) failed: {error}", ticket=ticket)
+            failed = TransferError(f"copy {ticket} ({self.name}) failed: {error}", ticket=ticket)
             failed.__cause__ = error
             self._done(ticket, False, failed)
 
@@ -217,7 +260,7 @@ class Lane:
         with self._lock:
             now, flights = time.monotonic(), self._flights
             return LaneStats(
-                self.way.name,
+                self.name,
                 self._copies,
                 self._pages,
                 self._bytes,
@@ -238,11 +281,15 @@ class CopyEngine(ABC):
     """
 
     def __init__(self, ways: Sequence[Way], done: Done, loaded: Loaded) -> None:
-        self.lanes = {way.direction: Lane(way, done, loaded) for way in ways}
+        """`ways` of all resources, those of the first before all others."""
+        by_direction: dict[Direction, list[Way]] = {}
+        for way in ways:
+            by_direction.setdefault(way.direction, []).append(way)
+        self.lanes = {direction: Lane(each, done, loaded) for direction, each in by_direction.items()}
         self._closed = False
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue a copy of page src_slots[i] to page dst_slots[i], for each i, of every pair of pools.
+        """Queue a copy of page src_slots[i] to page dst_slots[i], for each i, of every pair of pools; so with `more`.
 
         The queue is as long as the caller lets it grow. The caller sees to it that nobody writes the source pages, or
         touches the target pages, until it is over. ClosedError after `close`.
@@ -282,12 +329,12 @@ class CopyEngine(ABC):
         """Begin nothing that was dropped, and wait for the rest; False: the deadline (monotonic) came first."""
 
 
-def ways_of(geometry: Geometry, device: Sequence[Memory], host: Sequence[Memory]) -> list[Way]:
-    """Both directions of a rank, between the pools of its shards and its parts; none without a host tier."""
+def ways_of(form: Form, device: Sequence[Memory], host: Sequence[Memory], resource: str = FULL) -> list[Way]:
+    """Both directions of a resource, between the pools of its shards and its parts; none without a host tier."""
     if not host:
         return []
     tiers = {Tier.DEVICE: device, Tier.HOST: host}
     return [
-        Way((src, dst), [(tiers[src][i], tiers[dst][j]) for i, j in geometry.pairs(src, dst)])
+        Way((src, dst), [(tiers[src][i], tiers[dst][j]) for i, j in form.pairs(src, dst)], resource)
         for src, dst in (BACKUP, LOAD)
     ]

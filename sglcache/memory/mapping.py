@@ -64,7 +64,8 @@ def create_memfd(name: str, num_bytes: int) -> int:
 def map_shared(fd: int, num_bytes: int) -> Region:
     """Map the first `num_bytes` of a memfd, readable and writable. `fd` stays the caller's, who may close it at once.
 
-    ProtocolError if it is no memfd, too small, or could still be shrunk; ConfigError if there is no address space.
+    Of 0 bytes nothing is mapped. ProtocolError if it is no memfd, too small, or could still be shrunk; ConfigError if
+    there is no address space.
     """
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -74,6 +75,8 @@ def map_shared(fd: int, num_bytes: int) -> Region:
         raise ProtocolError(f"the memfd {fd} is not sealed against shrinking (F_SEAL_SHRINK)")
     if (size := os.fstat(fd).st_size) < num_bytes:
         raise ProtocolError(f"the memfd {fd} holds {size} bytes, {num_bytes} are needed", size=size, need=num_bytes)
+    if not num_bytes:
+        return (ctypes.c_uint8 * 0)()
     address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
         raise ConfigError(f"cannot map {num_bytes} bytes: {os.strerror(ctypes.get_errno())}; ask for less")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglcache.errors import ClosedError
-from sglcache.memory.geometry import Geometry, Placement, Region, moves
+from sglcache.memory.geometry import FULL, Form, Placement, Region, moves
 from sglcache.memory.mapping import create_memfd, map_shared, populate
 from sglcache.units import Tier
 
@@ -72,7 +72,8 @@ class Pool:
         """uint8 [num_pages, page_bytes], CPU, on the shared memory. ConfigError where pages are not in one piece."""
         import torch
 
-        return torch.from_numpy(self.rows(self.placement.page()).view(np.uint8).reshape(self.num_pages, -1))
+        self.placement.page()
+        return torch.from_numpy(self.buffer.reshape(self.num_pages, self.placement.page_bytes))
 
     def close(self) -> None:
         """Close the descriptor and let go of the mapping, which goes with the last array or tensor made from it.
@@ -85,7 +86,7 @@ class Pool:
 
 
 class Pools:
-    """One tier of a rank. Without pages, no pools."""
+    """One tier of one resource of a rank. Without pages, no pools."""
 
     def __init__(self, name: str, count: int, placement: Placement) -> None:
         shards: list[Pool] = []
@@ -106,12 +107,17 @@ class Pools:
 class DevicePools(Pools):
     """What runners map: a pool for each shard. On a CPU: memfds."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__("sglcache-device", geometry.num_shards, geometry.placement(Tier.DEVICE))
+    def __init__(self, form: Form, resource: str = FULL) -> None:
+        super().__init__(_name("device", resource), form.num_shards, form.placement(Tier.DEVICE))
 
 
 class HostPools(Pools):
     """The second tier, which nobody but the rank sees: a pool for each part."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__("sglcache-host", geometry.num_parts, geometry.placement(Tier.HOST))
+    def __init__(self, form: Form, resource: str = FULL) -> None:
+        super().__init__(_name("host", resource), form.num_parts, form.placement(Tier.HOST))
+
+
+def _name(tier: str, resource: str) -> str:
+    """Of the memfds, for people who look at a process's maps."""
+    return f"sglcache-{tier}" if resource == FULL else f"sglcache-{tier}-{resource}"

@@ -1,4 +1,4 @@
-"""A runner's side of a device pool: the same bytes, seen as K and V of each layer, or as latents.
+"""A runner's side of a device pool: the same bytes, seen as K and V of each layer, as latents, or as states.
 
 The tensors are torch's, which is loaded when the first of them is asked for: who takes `array` or `layers` can do
 without.
@@ -6,14 +6,16 @@ without.
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sglcache.errors import BadRequest, ClosedError, extras
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import ITEM_BYTES, Form, Geometry, StateGeometry
 from sglcache.memory.mapping import map_shared
 
 if TYPE_CHECKING:
@@ -23,26 +25,62 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 
-class KVViews:
+class Views:
     """Tensors, or arrays, on one shard's device pool.
 
     Writes are seen by every process that maps it, at once and uncopied. Index the first axis with a lease's slots;
     write only to pages of a lease of yours that are not committed.
 
     `fd` is the shard's memfd; it stays the caller's, who may close it at once. ProtocolError if it does not fit the
-    geometry. After `close`, and in a forked child, every property raises ClosedError; a tensor that was taken before
+    form. After `close`, and in a forked child, every property raises ClosedError; a tensor that was taken before
     the fork ends the child when touched (see `mapping`). Without torch, the tensors raise NotInstalled.
     """
 
-    def __init__(self, fd: int, geometry: Geometry, shard: int = 0) -> None:
-        if not 0 <= shard < geometry.num_shards:
-            raise BadRequest(f"shard {shard} of {geometry.num_shards}", shard=shard, num_shards=geometry.num_shards)
-        self.geometry = geometry
+    def __init__(self, fd: int, form: Form, shard: int = 0) -> None:
+        if not 0 <= shard < form.num_shards:
+            raise BadRequest(f"shard {shard} of {form.num_shards}", shard=shard, num_shards=form.num_shards)
         self.shard = shard
         self._pid = os.getpid()
-        self._placement = geometry.placement()
-        region = map_shared(fd, geometry.pool_bytes)
+        self._shape = (form.num_pages, form.page_bytes)
+        self._placement = form.placement()
+        region = map_shared(fd, form.pool_bytes)
         self._buffer: Bytes | None = np.frombuffer(memoryview(region), dtype=np.uint8)
+
+    @property
+    def array(self) -> Bytes:
+        """uint8 [num_pages, page_bytes], contiguous, as numpy's. ConfigError: not in the layout layer_first."""
+        self._placement.page()
+        return self._open().reshape(self._shape)
+
+    @property
+    def pages(self) -> Tensor:
+        """uint8 [num_pages, page_bytes], contiguous. ConfigError: not in the layout layer_first."""
+        with extras():
+            import torch
+        with torch.inference_mode(False):
+            return torch.from_numpy(self.array)
+
+    def close(self) -> None:
+        """Let go of the mapping, which goes with the last tensor or array made from it: those you kept stay good.
+
+        Harmless when repeated, and in a forked child, where there is nothing to unmap.
+        """
+        self._buffer = None
+
+    def _open(self) -> Bytes:
+        if self._buffer is None:
+            raise ClosedError("the views are closed")
+        if os.getpid() != self._pid:
+            raise ClosedError("the views belong to the parent of this forked process; attach anew")
+        return self._buffer
+
+
+class KVViews(Views):
+    """Of a pool of tokens: K and V, or latents."""
+
+    def __init__(self, fd: int, geometry: Geometry, shard: int = 0) -> None:
+        super().__init__(fd, geometry, shard)
+        self.geometry = geometry
         self._tensors: tuple[tuple[Tensor, ...], ...] | None = None
 
     @property
@@ -62,20 +100,6 @@ class KVViews:
             )
             for regions in self._placement.layers
         )
-
-    @property
-    def array(self) -> Bytes:
-        """uint8 [num_pages, page_bytes], contiguous, as numpy's. ConfigError: not in the layout layer_first."""
-        self._placement.page()
-        return self._open().reshape(self.geometry.num_pages, self.geometry.page_bytes)
-
-    @property
-    def pages(self) -> Tensor:
-        """uint8 [num_pages, page_bytes], contiguous. ConfigError: not in the layout layer_first."""
-        with extras():
-            import torch
-        with torch.inference_mode(False):
-            return torch.from_numpy(self.array)
 
     @property
     def k(self) -> tuple[Tensor, ...]:
@@ -98,18 +122,8 @@ class KVViews:
         return self._plane("kv")
 
     def close(self) -> None:
-        """Let go of the mapping, which goes with the last tensor or array made from it: those you kept stay good.
-
-        Harmless when repeated, and in a forked child, where there is nothing to unmap.
-        """
-        self._buffer = self._tensors = None
-
-    def _open(self) -> Bytes:
-        if self._buffer is None:
-            raise ClosedError("the views are closed")
-        if os.getpid() != self._pid:
-            raise ClosedError("the views belong to the parent of this forked process; attach anew")
-        return self._buffer
+        super().close()
+        self._tensors = None
 
     def _plane(self, name: str) -> tuple[Tensor, ...]:
         buffer, planes = self._open(), self.geometry.planes
@@ -136,3 +150,54 @@ class KVViews:
                     for number, plane in enumerate(planes)
                 )
         return self._tensors[names.index(name)]
+
+
+class StateViews(Views):
+    """Of a pool of states: each named array of each layer, by slot."""
+
+    def __init__(self, fd: int, geometry: StateGeometry, shard: int = 0) -> None:
+        super().__init__(fd, geometry, shard)
+        self.geometry = geometry
+        self._states: dict[str, tuple[Tensor, ...]] | None = None
+
+    @property
+    def layers(self) -> tuple[tuple[Bytes, ...], ...]:
+        """As numpy's, in any layout. Per layer each array in the states' order: uint8 [num_slots, bytes of it]."""
+        buffer, geometry = self._open().data, self.geometry
+        sizes = [math.prod(geometry.shard_shape(it)) * ITEM_BYTES[it.dtype] for it in geometry.states]
+        return tuple(
+            tuple(
+                np.ndarray((geometry.num_pages, size), np.uint8, buffer, region.offset, (region.page_stride, 1))
+                for size, region in zip(sizes, regions, strict=True)
+            )
+            for regions in self._placement.layers
+        )
+
+    @property
+    def states(self) -> Mapping[str, tuple[Tensor, ...]]:
+        """By name, per layer: [num_slots, *shape] of its dtype, the shard's part of the shape; strided over slots."""
+        buffer, geometry = self._open(), self.geometry
+        if self._states is None:
+            with extras():
+                import torch
+            found: dict[str, tuple[Tensor, ...]] = {}
+            with torch.inference_mode(False):
+                for number, state in enumerate(geometry.states):
+                    dtype, shape = getattr(torch, state.dtype), geometry.shard_shape(state)
+                    flat = torch.from_numpy(buffer).view(dtype)
+                    inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+                    regions = [each[number] for each in self._placement.layers]
+                    found[state.name] = tuple(
+                        flat.as_strided(
+                            (geometry.num_pages, *shape),
+                            (region.page_stride // dtype.itemsize, *inner),
+                            region.offset // dtype.itemsize,
+                        )
+                        for region in regions
+                    )
+            self._states = found
+        return self._states
+
+    def close(self) -> None:
+        super().close()
+        self._states = None

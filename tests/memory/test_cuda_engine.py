@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from queue import SimpleQueue
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forms import geometries
+from forms import Resource, draw_slots, hybrids, packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,37 +20,35 @@ from sglcache.memory import cuda_driver, cuda_engine
 from sglcache.memory import engine as engines
 from sglcache.memory.cuda_driver import CudaError, LibCuda
 from sglcache.memory.cuda_engine import CudaEngine, CudaMemory, ranges
-from sglcache.memory.engine import BACKUP, LOAD, LoadPlace, Transfer, ways_of
-from sglcache.memory.geometry import Geometry, Placement, Region
-from sglcache.memory.pools import DevicePools, HostPools
+from sglcache.memory.engine import BACKUP, LOAD, LoadPlace, Transfer, Way, ways_of
+from sglcache.memory.geometry import Form, Geometry, Region, StateGeometry
 from sglcache.testing.cuda import FakeDriver
 from sglcache.testing.daemon import until
 from sglcache.units import TicketId, Tier
+from sglcache.wire.control import StateForm
 
 Answer = tuple[TicketId, bool, TransferError | None]
 Told = tuple[LoadPlace, int, int]
 
 
-def packed(slots: Sequence[int]) -> bytes:
-    return array("i", slots).tobytes()
-
-
 class Rig:
     """An engine over a driver in software: shard n is device n's."""
 
-    def __init__(self, geometry: Geometry, *, eager: bool = False, broken: str | None = None) -> None:
-        self.geometry = geometry
-        self.device, self.host = DevicePools(geometry), HostPools(geometry)
-        for seed, pool in enumerate((*self.device.shards, *self.host.shards)):
-            pool.buffer[:] = np.random.default_rng(seed).integers(0, 256, pool.num_bytes, np.uint8)
+    def __init__(self, *forms: Form, eager: bool = False, broken: str | None = None) -> None:
+        self.resources = [Resource(form, f"r{number}", number) for number, form in enumerate(forms)]
+        self.device, self.host = self.resources[0].device, self.resources[0].host
+        self.num_devices = max(form.num_shards for form in forms)
         self.driver = FakeDriver(eager=eager, broken=broken)
         self.answers: SimpleQueue[Answer] = SimpleQueue()
         self.told: SimpleQueue[Told] = SimpleQueue()
         self.lost: list[BaseException] = []
-        shards = [CudaMemory(pool.placement, pool.address, number) for number, pool in enumerate(self.device.shards)]
-        parts = [CudaMemory(pool.placement, pool.address, None) for pool in self.host.shards]
+        ways: list[Way] = []
+        for it in self.resources:
+            shards = [CudaMemory(pool.placement, pool.address, number) for number, pool in enumerate(it.device.shards)]
+            parts = [CudaMemory(pool.placement, pool.address, None) for pool in it.host.shards]
+            ways += ways_of(it.form, shards, parts, it.name)
         self.engine = CudaEngine(
-            ways_of(geometry, shards, parts),
+            ways,
             lambda *answer: self.answers.put(answer),
             lambda *told: self.told.put(told),
             driver=self.driver,
@@ -70,11 +67,11 @@ class Rig:
 
     def close(self) -> None:
         self.driver.eager = True
-        for device in range(self.geometry.num_shards):
+        for device in range(self.num_devices):
             self.driver.run(device)
         assert self.engine.close(timeout_s=30)
-        self.device.close()
-        self.host.close()
+        for each in self.resources:
+            each.close()
 
 
 @pytest.fixture
@@ -84,40 +81,27 @@ def rig(geometry: Geometry) -> Iterator[Rig]:
         yield rig
 
 
-def pieces(placement: Placement, page: int) -> list[slice]:
-    regions = (region for layer in placement.layers for region in layer)
-    return [slice(region.start(page), region.start(page) + region.num_bytes) for region in regions]
-
-
-@settings(deadline=None, max_examples=40)
-@given(geometry=geometries(), batch=st.sampled_from([1, 3, 4096]), step=st.sampled_from([1, 1 << 20]), data=st.data())
+@settings(deadline=None, max_examples=60)
+@given(forms=hybrids(), batch=st.sampled_from([1, 3, 4096]), step=st.sampled_from([1, 1 << 20]), data=st.data())
 def test_every_byte_goes_where_it_should_and_no_other_is_touched(
-    geometry: Geometry, batch: int, step: int, data: st.DataObject
+    forms: list[Form], batch: int, step: int, data: st.DataObject
 ) -> None:
-    count = data.draw(st.integers(0, min(geometry.num_pages, geometry.host_pages)))
-    slots = {
-        Tier.DEVICE: data.draw(st.permutations(range(geometry.num_pages)))[:count],
-        Tier.HOST: data.draw(st.permutations(range(geometry.host_pages)))[:count],
-    }
-    with pytest.MonkeyPatch.context() as patch, closing(Rig(geometry, eager=True)) as rig:
+    slots = [draw_slots(data, form) for form in forms]
+    with pytest.MonkeyPatch.context() as patch, closing(Rig(*forms, eager=True)) as rig:
         patch.setattr(cuda_engine, "MAX_BATCH", batch)
         patch.setattr(engines, "STEP_BYTES", step)
-        pools = {Tier.DEVICE: rig.device.shards, Tier.HOST: rig.host.shards}
         for src, dst in (BACKUP, LOAD):
-            expected = [pool.buffer.copy() for pool in pools[dst]]
-            for i, j in geometry.pairs(src, dst):
-                source, target = pools[src][i], pools[dst][j]
-                for a, b in zip(slots[src], slots[dst], strict=True):
-                    for here, there in zip(pieces(source.placement, a), pieces(target.placement, b), strict=True):
-                        expected[j][there] = source.buffer[here]
+            expected = [each.expected(src, dst, mine) for each, mine in zip(rig.resources, slots, strict=True)]
             place = LoadPlace(0, 1) if dst is Tier.DEVICE else None
-            rig.engine.submit(Transfer(TicketId(1), src, dst, packed(slots[src]), packed(slots[dst]), place))
+            first, *more = ((packed(mine[src]), packed(mine[dst])) for mine in slots)
+            parts = [(it.name, *each) for it, each in zip(rig.resources[1:], more, strict=True)]
+            rig.engine.submit(Transfer(TicketId(1), src, dst, *first, place, parts))
             assert rig.answers.get(timeout=10) == (1, True, None)
-            for pool, found in zip(pools[dst], expected, strict=True):
-                assert np.array_equal(pool.buffer, found)
+            assert all(it.is_as(dst, found) for it, found in zip(rig.resources, expected, strict=True))
         assert all(count <= batch for _, count in rig.driver.batches)
         told = [rig.told.get() for _ in range(rig.told.qsize())]
-        assert [layer for _, first, stop in told for layer in range(first, stop)] == list(range(geometry.num_layers))
+        layers = list(range(max(1, forms[0].num_layers)))
+        assert [layer for _, first, stop in told for layer in range(first, stop)] == layers
 
 
 def test_neighbours_are_one_range_but_not_over_the_end_of_what_was_pinned_as_one() -> None:
@@ -200,6 +184,39 @@ def test_of_latents_one_device_is_copied_and_all_are_loaded() -> None:
         whole = rig.device.shards[0].pages
         for pool in rig.device.shards:
             assert (pool.pages[1] == whole[7]).all()
+
+
+def test_what_goes_with_a_load_is_copied_where_it_is_and_is_there_before_the_first_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Latents leave the card of one shard, states those of all; a load of both goes to all."""
+    monkeypatch.setattr(engines, "STEP_BYTES", 1)
+    latents = Geometry(4, 8, 2, kv_lora_rank=6, qk_rope_head_dim=2, num_shards=3, host_pages=4)
+    states = StateGeometry(4, 2, (StateForm("ssm", (3, 2), "float32"),), num_shards=3, host_pages=3)
+    with closing(Rig(latents, states)) as rig:
+        rig.engine.submit(
+            Transfer(TicketId(1), *BACKUP, packed((7,)), packed((2,)), more=[("r1", packed((3,)), packed((1,)))])
+        )
+        rig.enqueued(3 + 1)
+        for device in range(3):
+            rig.driver.run(device)
+        assert rig.answers.get(timeout=10) == (1, True, None)
+        more = [("r1", packed((1,)), packed((0,)))]
+        rig.engine.submit(Transfer(TicketId(2), *LOAD, packed((2,)), packed((1,)), LoadPlace(5, 8), more))
+        rig.enqueued(4 + 3 * (1 + 2))
+        for device in (0, 1):
+            rig.driver.run(device)
+        until(lambda: not any(marks for it in rig.engine._devices[:2] for marks in it._marks.values()))
+        assert rig.told.empty(), "a state is not on every card yet"
+        rig.driver.run(2, 2)  # a batch and its event
+        until(lambda: len(rig.engine._devices[2]._marks[LOAD]) == 2)
+        assert rig.told.empty()
+        rig.driver.run(2)
+        assert [rig.told.get(timeout=10) for _ in range(2)] == [(LoadPlace(5, 8), 0, 1), (LoadPlace(5, 8), 1, 2)]
+        assert rig.answers.get(timeout=10) == (2, True, None)
+        for shard, part in zip(rig.resources[1].device.shards, rig.resources[1].host.shards, strict=True):
+            assert (shard.pages[0] == part.pages[1]).all()
+            assert (part.pages[1] == shard.pages[3]).all()
 
 
 def test_a_wrong_copy_fails_alone_and_reaches_no_driver(rig: Rig) -> None:

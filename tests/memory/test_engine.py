@@ -5,13 +5,14 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from forms import geometries
+from forms import Resource, draw_slots, hybrids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_facts import mapped
@@ -21,10 +22,11 @@ from sglcache.memory import cpu_engine
 from sglcache.memory import engine as engines
 from sglcache.memory.cpu_engine import CpuEngine, Part, copy_rows, plan
 from sglcache.memory.engine import BACKUP, LOAD, LoadPlace, Transfer, Way, ways_of
-from sglcache.memory.geometry import Geometry, Placement
+from sglcache.memory.geometry import Form, Geometry, Placement, StateGeometry
 from sglcache.memory.pools import DevicePools, HostPools, Pool
 from sglcache.testing.daemon import until
 from sglcache.units import TicketId, Tier
+from sglcache.wire.control import StateForm
 
 Answer = tuple[TicketId, bool, TransferError | None]
 Told = tuple[LoadPlace, int, int]
@@ -114,9 +116,9 @@ def rig(pools: Callable[..., list[Pool]]) -> Iterator[tuple[Rig, Pool, Pool]]:
 # -- bytes ----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)  # a loaded machine may take its time
+@settings(deadline=None, max_examples=100)  # a loaded machine may take its time
 @given(
-    geometry=geometries(),
+    forms=hybrids(),
     num_threads=st.sampled_from([1, 3]),
     step=st.sampled_from([1, 200, 1 << 20]),
     piece=st.sampled_from([1, 100, 1 << 20]),
@@ -125,53 +127,52 @@ def rig(pools: Callable[..., list[Pool]]) -> Iterator[tuple[Rig, Pool, Pool]]:
     data=st.data(),
 )
 def test_a_copy_moves_what_it_names_and_nothing_else_however_it_is_cut(
-    geometry: Geometry, num_threads: int, step: int, piece: int, call: int, staging: int, data: st.DataObject
+    forms: list[Form], num_threads: int, step: int, piece: int, call: int, staging: int, data: st.DataObject
 ) -> None:
-    count = data.draw(st.integers(0, min(geometry.num_pages, geometry.host_pages)))
-    device_slots = data.draw(st.permutations(range(geometry.num_pages)))[:count]
-    host_slots = data.draw(st.permutations(range(geometry.host_pages)))[:count]
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        closing(DevicePools(geometry)) as device,
-        closing(HostPools(geometry)) as host,
-    ):
+    slots = [draw_slots(data, form) for form in forms]
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         for name, value in (("PIECE_BYTES", piece), ("SPLIT_BYTES", piece), ("CALL_BYTES", call)):
             patch.setattr(cpu_engine, name, value)
         patch.setattr(cpu_engine, "STAGING_BYTES", staging)
         patch.setattr(engines, "STEP_BYTES", step)
+        resources = [
+            stack.enter_context(closing(Resource(form, f"r{number}", number))) for number, form in enumerate(forms)
+        ]
         answers: list[Answer] = []
         told: list[Told] = []
-        for seed, pool in enumerate((*device.shards, *host.shards)):
-            fill(pool, seed)
-        slots = {Tier.DEVICE: device_slots, Tier.HOST: host_slots}
-        pools = {Tier.DEVICE: device.shards, Tier.HOST: host.shards}
+        there_first: list[bool] = []
         for src, dst in (BACKUP, LOAD):
-            expected = [pool.buffer.copy() for pool in pools[dst]]
-            for i, j in geometry.pairs(src, dst):
-                source, target = pools[src][i], pools[dst][j]
-                for a, b in zip(slots[src], slots[dst], strict=True):
-                    for here, there in zip(pieces(source.placement, a), pieces(target.placement, b), strict=True):
-                        expected[j][there] = source.buffer[here]
+            expected = [each.expected(src, dst, mine) for each, mine in zip(resources, slots, strict=True)]
+
+            def hear(*each: Any, dst: Tier = dst, expected: list[Any] = expected) -> None:
+                told.append(each)
+                others = zip(resources[1:], expected[1:], strict=True)
+                there_first.append(all(resource.is_as(dst, found) for resource, found in others))
+
             engine = CpuEngine(
-                ways_of(geometry, device.shards, host.shards),
+                [way for it in resources for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)],
                 lambda *answer: answers.append(answer),
-                lambda *each: told.append(each),
+                hear,
                 num_threads=num_threads,
             )
             place = LoadPlace(3, 7) if dst is Tier.DEVICE else None
-            engine.submit(Transfer(ONE, src, dst, packed(*slots[src]), packed(*slots[dst]), place))
+            first, *more = ((packed(*mine[src]), packed(*mine[dst])) for mine in slots)
+            parts = [(it.name, *each) for it, each in zip(resources[1:], more, strict=True)]
+            engine.submit(Transfer(ONE, src, dst, *first, place, parts))
             assert engine.close(timeout_s=30)
-            for pool, found in zip(pools[dst], expected, strict=True):
-                assert np.array_equal(pool.buffer, found)
+            assert all(it.is_as(dst, found) for it, found in zip(resources, expected, strict=True))
+            (lane,) = (lane for lane in engine.stats() if lane.copies)
+            assert lane.pages == len(slots[0][dst])
+            assert lane.bytes == sum(
+                len(mine[dst]) * it.form.page_bytes * len(it.form.pairs(src, dst))
+                for it, mine in zip(resources, slots, strict=True)
+            )
         assert answers == [(ONE, True, None)] * 2
-        # Every layer once, in order.
+        # Every layer once, in order, and one where there are none; what else goes with the load was there before.
         assert [place for place, _, _ in told] == [LoadPlace(3, 7)] * len(told)
-        assert [layer for _, first, stop in told for layer in range(first, stop)] == list(range(geometry.num_layers))
-
-
-def pieces(placement: Placement, page: int) -> list[slice]:
-    regions = (region for layer in placement.layers for region in layer)
-    return [slice(region.start(page), region.start(page) + region.num_bytes) for region in regions]
+        layers = list(range(max(1, forms[0].num_layers)))
+        assert [layer for _, first, stop in told for layer in range(first, stop)] == layers
+        assert all(there_first)
 
 
 @given(
@@ -301,6 +302,58 @@ def test_small_layers_share_a_step_and_large_ones_have_their_own(monkeypatch: py
     monkeypatch.setattr(engines, "STEP_BYTES", 4 << 12)
     assert way.steps(2) == [(0, 4), (4, 6)]
     assert way.steps(8) == [(layer, layer + 1) for layer in range(6)]
+
+
+def test_what_goes_with_a_load_is_there_before_its_first_layer_is_told(
+    monkeypatch: pytest.MonkeyPatch, geometry: Geometry
+) -> None:
+    monkeypatch.setattr(engines, "STEP_BYTES", 1)
+    move, held, moved = cpu_engine.move, threading.Semaphore(0), []
+
+    def slow(way: Way, layers: tuple[int, int], part: Part, staging: np.ndarray) -> np.ndarray:
+        if way.resource == "mamba":
+            assert held.acquire(timeout=30)
+        try:
+            return move(way, layers, part, staging)
+        finally:
+            moved.append(way.resource)
+
+    monkeypatch.setattr(cpu_engine, "move", slow)
+    state = StateGeometry(4, 2, (StateForm("ssm", (2, 3), "float32"),), num_shards=2, host_pages=3)
+    with closing(Resource(geometry, "full", 1)) as full, closing(Resource(state, "mamba", 2)) as mamba:
+        answers: SimpleQueue[Answer] = SimpleQueue()
+        told: SimpleQueue[Told] = SimpleQueue()
+        ways = [way for it in (full, mamba) for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)]
+        engine = CpuEngine(ways, lambda *it: answers.put(it), lambda *it: told.put(it), num_threads=2)
+        expected = mamba.expected(*LOAD, {Tier.DEVICE: [3], Tier.HOST: [1]})
+        engine.submit(load(1, (5,), (0,), LoadPlace(0, 1))._replace(more=[("mamba", packed(1), packed(3))]))
+        until(lambda: len(moved) == geometry.num_layers)
+        assert moved == ["full"] * geometry.num_layers, "the layers are there before the state"
+        assert told.empty()
+        held.release()
+        assert answers.get(timeout=10) == (ONE, True, None)
+        assert mamba.is_as(Tier.DEVICE, expected)
+        assert [told.get_nowait() for _ in range(3)] == [(LoadPlace(0, 1), layer, layer + 1) for layer in range(3)]
+        # A state alone, of a prompt whose pages are all on the device.
+        engine.submit(load(2, (), (), LoadPlace(0, 2))._replace(more=[("mamba", packed(0), packed(1))]))
+        held.release()
+        assert answers.get(timeout=10) == (TWO, True, None)
+        assert told.get_nowait() == (LoadPlace(0, 2), 0, 3)
+        assert engine.close()
+
+
+def test_a_part_that_fails_fails_the_copy_and_no_layer_is_told(geometry: Geometry) -> None:
+    state = StateGeometry(4, 2, (StateForm("ssm", (2, 3), "float32"),), num_shards=2, host_pages=3)
+    with closing(Resource(geometry, "full", 1)) as full, closing(Resource(state, "mamba", 2)) as mamba:
+        answers: SimpleQueue[Answer] = SimpleQueue()
+        told: SimpleQueue[Told] = SimpleQueue()
+        ways = [way for it in (full, mamba) for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)]
+        engine = CpuEngine(ways, lambda *it: answers.put(it), lambda *it: told.put(it))
+        engine.submit(load(1, (5,), (0,), LoadPlace(0, 1))._replace(more=[("mamba", packed(3), packed(3))]))
+        ticket, ok, error = answers.get(timeout=10)
+        assert (ticket, ok, error is not None and "slots 3..3 of a pool of 3" in error.message) == (ONE, False, True)
+        assert told.empty()
+        assert engine.close()
 
 
 # -- failures -------------------------------------------------------------------------------------------------

@@ -42,6 +42,30 @@ def test_without_host_pages_there_is_no_host_pool(geometry: Geometry) -> None:
     assert HostPools(replace(geometry, host_pages=0)).shards == ()
 
 
+def test_pages_without_bytes_are_pools_that_take_nothing(geometry: Geometry) -> None:
+    names = replace(geometry, num_layers=0)
+    pools, host = DevicePools(names), HostPools(names)
+    assert (len(pools.shards), len(host.shards)) == (2, 2)
+    views = KVViews(pools.shards[1].fd, names, 1)
+    for pool, num_pages in ((pools.shards[0], 8), (host.shards[0], 6)):
+        assert (pool.num_pages, pool.num_bytes, len(pool.buffer)) == (num_pages, 0, 0)
+        assert pool.pages.shape == (num_pages, 0)
+        pool.populate(0, num_pages)
+    assert (views.k, views.v, views.layers) == ((), (), ())
+    assert views.array.shape == views.pages.shape == (8, 0)
+    pools.close()
+    host.close()
+
+
+def test_the_memory_of_each_resource_is_known_by_its_name(geometry: Geometry) -> None:
+    window = DevicePools(geometry, "window")
+    assert mapped("sglcache-device-window-1") == 1
+    window.close()
+    host = HostPools(geometry, "mamba")
+    assert mapped("sglcache-host-mamba-0") == 1
+    host.close()
+
+
 def test_a_closed_pool_says_so_and_is_unmapped_with_its_last_tensor(pools: DevicePools) -> None:
     page = pools.shards[0].pages[3]
     pools.close()

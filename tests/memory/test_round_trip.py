@@ -9,18 +9,19 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from forms import geometries
+from forms import geometries, state_geometries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglcache.errors import BadRequest, ConfigError, TransferError
+from sglcache.errors import BadRequest, ClosedError, ConfigError, TransferError
 from sglcache.memory.cpu_engine import CpuEngine
 from sglcache.memory.engine import LoadPlace, Transfer, ways_of
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import Geometry, StateGeometry
 from sglcache.memory.pools import DevicePools, HostPools
-from sglcache.memory.views import KVViews
+from sglcache.memory.views import KVViews, StateViews
 from sglcache.units import TicketId, Tier
+from sglcache.wire.control import StateForm
 
 
 def planes_of(views: KVViews) -> list[Sequence[Tensor]]:
@@ -113,6 +114,65 @@ def test_views_have_the_shapes_that_are_stated_and_share_no_byte(geometry: Geome
     assert (device.shards[-1].buffer == 1).all(), "all planes are all bytes, each once"
     assert views.layers[0][0].ctypes.data == planes_of(views)[0][0].data_ptr(), "the same memory"
     device.close()
+
+
+@given(geometry=state_geometries())
+def test_states_have_the_shapes_that_are_stated_and_share_no_byte(geometry: StateGeometry) -> None:
+    with contextlib.closing(DevicePools(geometry, "mamba")) as device:
+        views = StateViews(device.shards[-1].fd, geometry, geometry.num_shards - 1)
+        assert list(views.states) == [state.name for state in geometry.states]
+        for number, state in enumerate(geometry.states):
+            shape = (state.shape[0] // geometry.num_shards, *state.shape[1:])
+            for layer, tensor in enumerate(views.states[state.name]):
+                assert tensor.shape == (geometry.num_pages, *shape)
+                assert tensor.dtype == getattr(torch, state.dtype)
+                assert tensor[0].is_contiguous(), "a slot's array is one run"
+                raw = tensor.view(torch.uint8) if tensor.dim() > 1 else tensor
+                raw += 1
+                array_ = views.layers[layer][number]
+                assert array_.shape == (geometry.num_pages, tensor[0].numel() * tensor.element_size())
+                assert array_.ctypes.data == tensor.data_ptr(), "the same memory"
+                assert (array_ == 1).all()
+            assert len(views.states[state.name]) == geometry.num_layers
+        buffer = device.shards[-1].buffer
+        exact = sum(each.size for layer in views.layers for each in layer)
+        assert buffer.max() == 1
+        assert int(buffer.sum()) == exact, "no byte is in two arrays"
+        views.close()
+        with pytest.raises(ClosedError):
+            _ = views.states
+
+
+def test_a_slot_that_is_written_by_its_names_comes_back_from_the_host_in_any_layout() -> None:
+    states = (StateForm("conv", (6, 3), "bfloat16"), StateForm("ssm", (2, 5), "float32"))
+    geometry = StateGeometry(4, 3, states, "layer_first", 2, 3, "page_first")
+    with (
+        contextlib.closing(DevicePools(geometry, "mamba")) as device,
+        contextlib.closing(HostPools(geometry, "mamba")) as host,
+    ):
+        every = [StateViews(pool.fd, geometry, shard) for shard, pool in enumerate(device.shards)]
+        wrote = {}
+        for views in every:
+            for name, layers in views.states.items():
+                for layer, tensor in enumerate(layers):
+                    wrote[views.shard, name, layer] = torch.randn(tensor[2].shape).to(tensor.dtype)
+                    tensor[2] = wrote[views.shard, name, layer]
+        full = Geometry(page_size=4, num_pages=8, num_layers=0, host_pages=8, head_dim=8)
+        with contextlib.closing(DevicePools(full)) as pages, contextlib.closing(HostPools(full)) as names:
+            ways = ways_of(full, pages.shards, names.shards)
+            ways += ways_of(geometry, device.shards, host.shards, "mamba")
+            for src, dst, slots in ((Tier.DEVICE, Tier.HOST, (2, 1)), (Tier.HOST, Tier.DEVICE, (1, 3))):
+                answers: list[bool] = []
+                engine = CpuEngine(ways, lambda ticket, ok, error: answers.append(ok), lambda *told: None)  # noqa: B023
+                more = [("mamba", packed(slots[:1]), packed(slots[1:]))]
+                engine.submit(Transfer(TicketId(1), src, dst, packed([0]), packed([5]), None, more))
+                engine.close()
+                assert answers == [True]
+        for views in every:
+            for name, layers in views.states.items():
+                for layer, tensor in enumerate(layers):
+                    assert torch.equal(tensor[3], wrote[views.shard, name, layer])
+                    assert not tensor[:2].any()
 
 
 HEADS = Geometry(page_size=4, num_pages=8, num_layers=2, num_kv_heads=2, head_dim=3)
