@@ -38,21 +38,23 @@ import numpy as np
 import numpy.typing as npt
 
 from sglcache import paths
+from sglcache.client.companions import StatePool, WindowPool
 from sglcache.client.connection import Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
 from sglcache.core.key import pack
 from sglcache.errors import BadRequest, ClosedError, ConfigError, SglcacheError, with_article
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import FULL, Geometry, StateGeometry
 from sglcache.memory.rings import EventRing, LoadRingReader
 from sglcache.units import Tier
 from sglcache.wire import control
 
 if TYPE_CHECKING:
-    from sglcache.memory.views import KVViews
+    from sglcache.memory.views import KVViews, StateViews
 
 NUM_EVENTS = 4096  # of a member's ring: as many of its commits and releases may be held back at a time
 
 T = TypeVar("T")
+V = TypeVar("V")
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[Any] | bytes
 """Token ids: any integers that fit uint32, or bytes that are packed uint32 little-endian already."""
 
@@ -140,7 +142,7 @@ class Member:
     ) -> None:
         self._ring = ring
         self._loads: LoadRingReader | None = None
-        self._pools: list[KVViews] | None = None
+        self._pools: dict[str, list[KVViews] | list[StateViews]] = {}  # by resource
         fds = [ring.fd, ring.doorbell] if ring is not None else []
         try:
             offset = _offset(rank, dp_size)
@@ -161,9 +163,19 @@ class Member:
         try:
             _check_rank(welcome, rank, dp_size, path)
             self.geometry = Geometry.from_wire(welcome.geometry)
+            self.window: WindowPool | None = None
+            """The layers with a sliding window; None: the model has none."""
+            self.mamba: StatePool | None = None
+            """The layers that keep a state; None: the model has none."""
+            for each in welcome.companions:
+                if isinstance(each.geometry, control.Geometry):
+                    self.window = WindowPool(self, each, Geometry.from_wire(each.geometry))
+                else:
+                    self.mamba = StatePool(self, each, StateGeometry.from_wire(each.geometry))
             if ring is not None:
-                fd, doorbell = self._take(len(welcome.pools)), self._take(len(welcome.pools))
-                self._loads = LoadRingReader(fd, doorbell, welcome.num_load_slots, self.geometry.num_layers)
+                num_pools = len(welcome.pools) + sum(len(each.pools) for each in welcome.companions)
+                fd, doorbell = self._take(num_pools), self._take(num_pools)
+                self._loads = LoadRingReader(fd, doorbell, welcome.num_load_slots, self.geometry.load_layers)
                 os.close(fd)
         except BaseException:
             self._let_go("this client never stood")
@@ -181,25 +193,30 @@ class Member:
     @property
     def pools(self) -> list[KVViews]:
         """The device pools that this member maps: a runner all shards, a worker its own. ClosedError once closed."""
-        with self._connection.lock:
-            if self._connection.closed:
-                self._connection.fileno()  # says why
-            if self._pools is None:
-                from sglcache.memory.views import KVViews
-
-                fds = self._connection.fds
-                self._pools = [
-                    KVViews(fds[handle.fd_index], self.geometry, handle.shard) for handle in self._welcome.pools
-                ]
-            return self._pools
+        return self.mapped_tokens(FULL, self.geometry, self._welcome.pools)
 
     @property
     def pool(self) -> KVViews:
         """The one device pool that this member maps: `pool.k[layer][slots]` is where KV is read and written."""
-        pools = self.pools
+        return self.only(self.pools, "pools")
+
+    def mapped_tokens(self, resource: str, form: Geometry, handles: list[control.PoolHandle]) -> list[KVViews]:
+        """A resource's pools, mapped when they are asked for first."""
+        from sglcache.memory.views import KVViews
+
+        return self._mapped(resource, lambda handle, fd: KVViews(fd, form, handle.shard), handles)
+
+    def mapped_states(self, resource: str, form: StateGeometry, handles: list[control.PoolHandle]) -> list[StateViews]:
+        """As `mapped_tokens`."""
+        from sglcache.memory.views import StateViews
+
+        return self._mapped(resource, lambda handle, fd: StateViews(fd, form, handle.shard), handles)
+
+    def only(self, pools: list[V], name: str) -> V:
+        """The one pool of this member. BadRequest: it maps none, or several."""
         if len(pools) != 1:
             raise BadRequest(
-                f"{with_article(self.role)} of {self.geometry.num_shards} shards maps {len(pools)} pools; use `pools`"
+                f"{with_article(self.role)} of {self.geometry.num_shards} shards maps {len(pools)} pools; use `{name}`"
             )
         return pools[0]
 
@@ -211,12 +228,14 @@ class Member:
     def wait_loaded(self, load: tuple[int, int], layer: int | None = None) -> None:
         """Block until a lease's `load` is readable, in one layer or in all.
 
-        TransferError: the load failed. Unavailable: the daemon is gone.
+        Layers are those of `pool`; what `window` and `mamba` have of the load is there before the first of them. Where
+        there are none, wait for all. TransferError: the load failed. Unavailable: the
+        daemon is gone.
         """
         if self._loads is None:
             raise BadRequest(f"{with_article(self.role)} maps no pages that could be loaded; its workers wait")
         slot, generation = load
-        for each in range(self.geometry.num_layers) if layer is None else (layer,):
+        for each in range(self.geometry.load_layers) if layer is None else (layer,):
             if self._loads.done(slot, generation, each):
                 continue
             with self._connection.lock:
@@ -248,6 +267,17 @@ class Member:
 
     # -- inside -----------------------------------------------------------------------------------------
 
+    def _mapped(
+        self, resource: str, view: Callable[[control.PoolHandle, int], Any], handles: list[control.PoolHandle]
+    ) -> list[Any]:
+        with self._connection.lock:
+            if self._connection.closed:
+                self._connection.fileno()  # says why
+            if resource not in self._pools:
+                fds = self._connection.fds
+                self._pools[resource] = [view(handle, fds[handle.fd_index]) for handle in handles]
+            return self._pools[resource]
+
     def _record(self) -> tuple[int, int]:
         """An event behind everything written so far; (0, 0) of a member that touches nothing."""
         return (0, 0) if self._ring is None else self._ring.record_unrung()
@@ -265,8 +295,9 @@ class Member:
             self._ring.close()
         if self._loads is not None:
             self._loads.close()
-        for pool in self._pools or ():
-            pool.close()
+        for pools in self._pools.values():
+            for pool in pools:
+                pool.close()
 
     def _in_child(self) -> None:
         """After a fork: the parent has all this, and the thread that may hold the lock isn't here."""
@@ -839,5 +870,7 @@ __all__ = [
     "Peeked",
     "Pending",
     "Prefetched",
+    "StatePool",
+    "WindowPool",
     "Worker",
 ]

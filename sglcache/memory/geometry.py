@@ -465,6 +465,23 @@ class CompanionForm(NamedTuple):
         assert isinstance(self.form, Geometry), f"{self.kind} has no window"
         return -(-self.window // self.form.page_size)
 
+    def facts(self) -> dict[str, Any]:
+        """What is told of it: its form, and what that comes to."""
+        return {
+            "kind": self.kind,
+            "geometry": self.form.facts(),
+            "window": self.window,
+            "interval": self.interval,
+            "layers": list(self.layers),
+            "page_bytes": self.form.page_bytes,
+            "num_parts": self.form.num_parts,
+        }
+
+    def to_wire(self) -> control.CompanionHandle:
+        """Without pools."""
+        geometry = self.form.to_wire()
+        return control.CompanionHandle(self.kind, geometry, [], self.window, self.interval, list(self.layers))
+
 
 def companions_of(config: Config, full: Geometry) -> tuple[CompanionForm, ...]:
     """The other resources of a rank so configured, `full` its first, in the order that all parts of a daemon have them.

@@ -118,6 +118,24 @@ class HostPools(Pools):
         super().__init__(_name("host", resource), form.num_parts, form.placement(Tier.HOST))
 
 
+class ResourcePools:
+    """What a rank has of one resource, in both tiers."""
+
+    def __init__(self, name: str, form: Form) -> None:
+        self.name = name
+        self.form = form
+        self.device = DevicePools(form, name)
+        try:
+            self.host = HostPools(form, name)
+        except BaseException:
+            self.device.close()
+            raise
+
+    def close(self) -> None:
+        self.device.close()
+        self.host.close()
+
+
 def _name(tier: str, resource: str) -> str:
     """Of the memfds, for people who look at a process's maps."""
     return f"sglcache-{tier}" if resource == FULL else f"sglcache-{tier}-{resource}"

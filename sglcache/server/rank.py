@@ -44,8 +44,8 @@ from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheEr
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer, ways_of
 from sglcache.memory.filling import Filler
-from sglcache.memory.geometry import Geometry
-from sglcache.memory.pools import DevicePools, HostPools
+from sglcache.memory.geometry import FULL, Geometry, companions_of
+from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
 from sglcache.server import metrics
@@ -56,7 +56,7 @@ from sglcache.server.listener import Listener
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
-from sglcache.server.sessions import Offer, Sessions
+from sglcache.server.sessions import Offer, OfferedCompanion, Sessions
 from sglcache.server.stream import build_publisher, format_of, tell_all
 from sglcache.server.third import ThirdTier, config_of
 from sglcache.units import TicketId, Tier
@@ -81,8 +81,7 @@ class Parts:
 
     numbers: Numbers
     publisher: Publisher | None
-    device: DevicePools
-    host: HostPools
+    resources: tuple[ResourcePools, ...]  # the first, then the companions
     load_ring: LoadRing
     engine: CopyEngine
     index: Index
@@ -101,6 +100,7 @@ class Rank:
         self.seat = start.seat
         self.socket = Path(start.seat.socket)
         self.geometry = Geometry.of(config)
+        self.companions = companions_of(config, self.geometry)
         self.state = "starting"  # then ok, draining, stopped or failed
         self.started_at = time.time()
         self.floor = start.floor
@@ -154,7 +154,8 @@ class Rank:
         parts.listener.open()
         parts.owner.collector.start()
         self.state = "ok"
-        logger.info("serving %s from %s", self.geometry, self.socket)
+        forms = [self.geometry, *(each.form for each in self.companions)]
+        logger.info("serving %s from %s", " and ".join(map(str, forms)), self.socket)
 
     async def drain(self) -> None:
         """Let what is under way end, for a while; take nothing new."""
@@ -196,8 +197,8 @@ class Rank:
         if not parts.engine.close(finish=False, timeout_s=CLOSE_S):
             logger.warning("a copy is still being made after %g s; the process ends in the midst of it", CLOSE_S)
         parts.load_ring.close()
-        parts.device.close()
-        parts.host.close()
+        for each in parts.resources:
+            each.close()
         parts.numbers.close()
 
     def _told_to_end(self) -> None:
@@ -316,18 +317,19 @@ class Rank:
     def tiers(self) -> dict[str, tuple[int, int]]:
         """By tier, bytes of memory that the index may use now, and of all that there will be."""
         parts = self.parts
-        totals = {
-            Tier.DEVICE: sum(pool.num_bytes for pool in parts.device.shards),
-            Tier.HOST: sum(pool.num_bytes for pool in parts.host.shards),
-        }
-        told = {}
+        first = parts.resources[0]
+        told: dict[str, tuple[int, int]] = {}
         for pool in parts.index.stats().pools:
-            total = totals[pool.tier]
-            told[pool.tier.name] = (pool.total * total // self._num_pages(pool.tier), total)
+            if pool.resource == first.name:
+                tier, device = pool.tier, pool.tier is Tier.DEVICE
+                total, *more = (
+                    sum(it.num_bytes for it in (each.device if device else each.host).shards)
+                    for each in parts.resources
+                )
+                ready = pool.total * total // (first.form.num_pages if device else first.form.host_pages)
+                filled = parts.filler.bytes_before if parts.filler is not None and not device else sum(more)
+                told[tier.name] = (ready + filled, total + sum(more))
         return told
-
-    def _num_pages(self, tier: Tier) -> int:
-        return self.geometry.num_pages if tier is Tier.DEVICE else self.geometry.host_pages
 
     def digest(self) -> dict[str, Any]:
         """What who has read every batch up to `seq` must have, by tier: blocks, and the sum of their hashes mod 2**64.
@@ -351,7 +353,8 @@ class Rank:
             "pid": os.getpid(),
             "epoch": self.parts.numbers.first,
             "socket": str(self.socket),
-            "geometry": self._geometry(),
+            "geometry": self.geometry.facts(),
+            "companions": [each.facts() for each in self.companions],
             "stream": self._stream(),
             "third": third.identity() if third is not None else None,
         }
@@ -367,10 +370,6 @@ class Rank:
             self.tiers(),
             third.facts() if third is not None else None,
         )
-
-    def _geometry(self) -> dict[str, Any]:
-        wire = self.geometry.to_wire()
-        return {name: getattr(wire, name) for name in wire.__struct_fields__}
 
     def _stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:
         """`for_ourselves`: for a peer of the control socket, who is of our user and may know the public key."""
@@ -404,11 +403,12 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         if events.enabled:
             publisher = build_publisher(config, seat)
             undo.callback(publisher.close, 0)
-        device = DevicePools(shape)
-        undo.callback(device.close)
-        host = HostPools(shape)
-        undo.callback(host.close)
-        load_ring = LoadRing(config.control.num_load_slots, shape.num_layers)
+        resources = []
+        for name, form in ((FULL, shape), *((each.kind, each.form) for each in rank.companions)):
+            resources.append(ResourcePools(name, form))
+            undo.callback(resources[-1].close)
+        first, *others = resources
+        load_ring = LoadRing(config.control.num_load_slots, shape.load_layers)
         undo.callback(load_ring.close)
         index = Index(
             IndexConfig(
@@ -447,7 +447,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             load_ring.write(load.slot, load.generation, first, stop)
 
         engine = CpuEngine(
-            ways_of(shape, device.shards, host.shards),
+            [way for it in resources for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)],
             copied,
             loaded,
             num_threads=config.host.copy_threads or default_threads(),
@@ -456,11 +456,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
 
         def submit(copy: Copy) -> None:
             place = None if copy.lease is None else loads.place(copy.ticket)
-            engine.submit(Transfer(copy.ticket, copy.src, copy.dst, copy.src_slots, copy.dst_slots, place))
+            engine.submit(Transfer(copy.ticket, copy.src, copy.dst, copy.src_slots, copy.dst_slots, place, copy.more))
 
         below = None
         if index.l3 is not None:
-            below = ThirdTier(config, shape, host, seat.offset, seat.pp_rank)
+            below = ThirdTier(config, shape, first.host, seat.offset, seat.pp_rank)
             undo.callback(below.close)
         owner = Owner(
             index,
@@ -479,20 +479,25 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             numbers.first,
             VERSION,
             shape.to_wire(),
-            [pool.fd for pool in device.shards],
+            [pool.fd for pool in first.device.shards],
             shape.pool_bytes,
             seat.dp_rank,
             seat.pp_rank,
             config.parallel.dp_size,
             config.parallel.pp_size,
+            [
+                OfferedCompanion(each.to_wire(), [pool.fd for pool in it.device.shards], it.form.pool_bytes)
+                for each, it in zip(rank.companions, others, strict=True)
+            ],
         )
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest)
         listener = Listener(loop, rank.socket, sessions.welcome)
         filler = None
-        if config.host.populate and host.shards:
-            filler = Filler(host.shards, lambda num_pages: tell(owner.host_ready, num_pages))
+        if config.host.populate and first.host.shards:
+            before = [each.host.shards for each in others]
+            filler = Filler(first.host.shards, lambda num_pages: tell(owner.host_ready, num_pages), before)
         undo.pop_all()
-    return Parts(numbers, publisher, device, host, load_ring, engine, index, owner, sessions, listener, filler)
+    return Parts(numbers, publisher, tuple(resources), load_ring, engine, index, owner, sessions, listener, filler)
 
 
 def _numbers(config: Config, socket: Path, offset: int, floor: int) -> Numbers:

@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from sglcache.core import invariants
@@ -60,6 +61,14 @@ FAREWELL = -1  # the ticket of a Bye
 RUNNER, SCHEDULER, WORKER, OBSERVER = "runner", "scheduler", "worker", "observer"
 
 
+class OfferedCompanion(NamedTuple):
+    """A companion in every Welcome."""
+
+    handle: control.CompanionHandle  # without pools
+    pool_fds: list[int]  # one per shard
+    pool_bytes: int
+
+
 class Offer(NamedTuple):
     """What every Welcome says."""
 
@@ -72,6 +81,7 @@ class Offer(NamedTuple):
     pp_rank: int
     dp_size: int
     pp_size: int
+    companions: Sequence[OfferedCompanion] = ()
 
 
 class Session:
@@ -504,13 +514,22 @@ class Sessions:
 
     def _send_welcome(self, peer: Peer, member: Member) -> None:
         offer = self.offer
-        pools: list[control.PoolHandle] = []
         fds: list[int] = []
+        shards: Sequence[int] = ()
         if member.touches:
             shards = range(len(offer.pool_fds)) if member.role == RUNNER else [member.shard]
-            for i, shard in enumerate(shards):
-                pools.append(control.PoolHandle(shard, offer.pool_bytes, i))
-                fds.append(offer.pool_fds[shard])
+
+        def handles(pool_fds: list[int], pool_bytes: int) -> list[control.PoolHandle]:
+            first = len(fds)
+            fds.extend(pool_fds[shard] for shard in shards)
+            return [control.PoolHandle(shard, pool_bytes, first + i) for i, shard in enumerate(shards)]
+
+        pools = handles(offer.pool_fds, offer.pool_bytes)
+        companions = [
+            msgspec.structs.replace(each.handle, pools=handles(each.pool_fds, each.pool_bytes))
+            for each in offer.companions
+        ]
+        if member.touches:
             fds += [self.load_ring.fd, member.load_doorbell]
         token = b"" if member.session is None else member.session.token
         peer.send(
@@ -526,6 +545,7 @@ class Sessions:
                 offer.pp_rank,
                 offer.dp_size,
                 offer.pp_size,
+                companions,
             ),
             fds,
         )

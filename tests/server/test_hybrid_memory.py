@@ -1,0 +1,177 @@
+"""Daemons of hybrid models: each resource has pools of its own in both tiers, told at hello and mapped as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglcache.client import Client
+from sglcache.errors import BadRequest, ClosedError
+from sglcache.testing.daemon import Daemon, until
+
+P = 4  # SMALL's page size
+POOL = {"num_kv_heads": 2, "num_shards": 2}
+WINDOW = {
+    "size": 10,
+    "num_layers": 3,
+    "num_tokens": P * 64,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "dtype": "float32",
+    "layers": [0, 2, 4],
+}
+MAMBA = {
+    "num_layers": 5,
+    "num_slots": 20,
+    "host_slots": 30,
+    "interval": 8 * P,
+    "states": [
+        {"name": "conv", "shape": [6, 3], "dtype": "float16"},
+        {"name": "ssm", "shape": [4, 2, 8], "dtype": "float32"},
+    ],
+}
+PURE = {"pool": {"num_layers": 0}, "window": {"size": 10, "num_layers": 3}}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with Daemon(tmp_path_factory.mktemp("hybrid"), pool=POOL, window=WINDOW, mamba=MAMBA) as daemon:
+        yield daemon
+
+
+def test_a_worker_maps_its_shard_of_every_resource(daemon: Daemon) -> None:
+    with (
+        daemon.client(role="scheduler") as scheduler,
+        daemon.worker(scheduler.token, 0) as first,
+        daemon.worker(scheduler.token, 1) as second,
+    ):
+        for worker in (first, second):
+            assert worker.window is not None
+            assert worker.mamba is not None
+            assert (worker.window.tokens, worker.window.num_pages, worker.window.layers) == (10, 3, (0, 2, 4))
+            assert len(worker.window.k) == len(worker.window.v) == 3
+            assert worker.window.k[2].shape == worker.window.v[0].shape == (64, P, 2, 16)
+            assert worker.window.k[0].dtype == torch.float32
+            assert (worker.mamba.interval, worker.mamba.layers) == (8 * P, ())
+            assert list(worker.mamba.states) == ["conv", "ssm"]
+            conv, ssm = worker.mamba.states["conv"], worker.mamba.states["ssm"]
+            assert (len(conv), conv[4].shape, conv[4].dtype) == (5, (20, 3, 3), torch.float16)
+            assert (len(ssm), ssm[4].shape, ssm[4].dtype) == (5, (20, 2, 2, 8), torch.float32)
+            assert worker.pool.k[1].shape == (256, P, 1, 8)
+        assert scheduler.window is not None
+        assert (scheduler.window.tokens, scheduler.window.pools) == (10, [])
+        with pytest.raises(BadRequest, match=r"a scheduler of 2 shards maps 0 pools; use `window\.pools`"):
+            _ = scheduler.window.k
+
+
+def test_what_one_member_writes_another_of_the_shard_sees_and_no_other_resource(daemon: Daemon) -> None:
+    with daemon.client() as one, daemon.client() as other:
+        windows, states = pools_of(one)
+        windows[1].k[2][7] = 3.0
+        states[0].states["ssm"][4][19] = 5.0
+        for pools in (one.pools, other.pools):
+            assert not any(tensor.any() for views in pools for tensor in (*views.k, *views.v))
+        windows, states = pools_of(other)
+        assert [[int(k.sum()) for k in views.k] for views in windows] == [[0, 0, 0], [0, 0, 3 * P * 2 * 16]]
+        assert [int(states[shard].states["ssm"][4].sum()) for shard in (0, 1)] == [5 * 2 * 2 * 8, 0]
+        assert not any(tensor.any() for views in states for tensor in views.states["conv"])
+        assert one.window is not None
+        with pytest.raises(BadRequest, match=r"a runner of 2 shards maps 2 pools; use `window\.pools`"):
+            _ = one.window.k
+    with pytest.raises(ClosedError):
+        _ = one.window.pools
+    with pytest.raises(ClosedError):
+        _ = windows[0].k
+
+
+def pools_of(client: Client) -> tuple[list[Any], list[Any]]:
+    assert client.window is not None
+    assert client.mamba is not None
+    return list(client.window.pools), list(client.mamba.pools)
+
+
+def test_a_model_without_companions_has_none(lend: Any) -> None:
+    with lend().client() as client:
+        assert (client.window, client.mamba) == (None, None)
+
+
+def test_the_memory_of_all_resources_is_told(daemon: Daemon) -> None:
+    facts = daemon.status(prove=False)
+    token, window, slot = 2 * 2 * 8 * 2, 3 * 2 * 2 * 16 * 4, 5 * (32 + 128)  # of a shard; conv takes 18 bytes, and 32
+    device = 2 * (256 * P * token + 64 * P * window + 20 * slot)
+    host = 2 * (512 * P * token + 128 * P * window + 30 * slot)
+    assert facts["memory"] == {
+        "DEVICE": {"ready_bytes": device, "bytes": device},
+        "HOST": {"ready_bytes": host, "bytes": host},
+    }
+    told = {each["kind"]: each for each in facts["companions"]}
+    assert told["window"]["geometry"]["num_pages"] == 64
+    assert (told["window"]["window"], told["window"]["page_bytes"], told["window"]["num_parts"]) == (10, P * window, 2)
+    assert told["mamba"]["geometry"]["states"][1] == {"name": "ssm", "shape": [4, 2, 8], "dtype": "float32"}
+    assert (told["mamba"]["geometry"]["host_pages"], told["mamba"]["interval"]) == (30, 32)
+    assert daemon.info["companions"] == facts["companions"]
+
+
+def test_a_populated_host_has_the_companions_memory_before_any_page_of_the_first(tmp_path: Path) -> None:
+    """So what the index counts by is the first's alone."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    prelude = f"""
+from sglcache.memory import filling, pools
+filling.CHUNK_BYTES = 1
+real = pools.Pool.populate
+def held(self, first, stop):
+    if self.num_pages == 512:
+        open({str(gate)!r}).close()
+    real(self, first, stop)
+pools.Pool.populate = held
+"""
+    host = {"num_tokens": P * 512, "populate": True}
+    with Daemon(tmp_path / "d", prelude=prelude, host=host, mamba=MAMBA) as daemon:
+        slots, pages = 30 * 5 * (48 + 256), 512 * P * 2 * 2 * 2 * 8 * 2  # conv takes 36 bytes, and 48
+
+        def memory() -> tuple[int, int]:
+            there = daemon.status(prove=False)["memory"]["HOST"]
+            return there["ready_bytes"], there["bytes"]
+
+        until(lambda: memory() == (slots, slots + pages))
+        while memory()[0] < slots + pages:
+            with contextlib.suppress(OSError):  # nobody is at the gate
+                os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def test_layers_of_a_window_alone_have_pages_that_are_names_and_runners_go_on_as_ever(tmp_path: Path) -> None:
+    with Daemon(tmp_path, **PURE) as daemon:
+        with daemon.client() as client:
+            assert client.window is not None
+            assert client.pool.k == ()
+            assert client.window.k[2].shape == (64, P, 2, 8)
+            lease = client.acquire(range(40))
+            lease.wait_loaded()
+            lease.commit()
+            lease.release(wait=True)
+        assert daemon.info["geometry"]["num_layers"] == 0
+        assert daemon.status()["memory"]["DEVICE"]["bytes"] == 64 * P * 3 * 2 * 2 * 8 * 2
+        daemon.settle()
+        assert "error" not in daemon.said().lower()
+
+
+def test_a_runner_of_many_shards_gets_all_pools_of_all_resources(tmp_path: Path) -> None:
+    """More descriptors than come beside one byte of a frame."""
+    pool = {"num_kv_heads": 1, "num_shards": 130, "num_layers": 1, "num_tokens": 64}
+    mamba = {**MAMBA, "num_layers": 1, "states": [{"name": "ssm", "shape": [130, 2], "dtype": "float32"}]}
+    with Daemon(tmp_path, pool=pool, host={"num_tokens": 0}, mamba={**mamba, "host_slots": None}) as daemon:
+        with daemon.client() as client:
+            assert client.mamba is not None
+            assert [views.shard for views in client.mamba.pools] == list(range(130))
+            for views in client.mamba.pools:
+                views.states["ssm"][0][3] = float(views.shard)
+        with daemon.client(role="scheduler") as scheduler, daemon.worker(scheduler.token, 129) as worker:
+            assert worker.mamba is not None
+            assert (worker.mamba.states["ssm"][0][3] == 129.0).all()
