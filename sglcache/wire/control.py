@@ -26,9 +26,17 @@ MAX_SALT = 4096
 MAX_TTL_S = 86400.0
 PREFETCH_POLICIES = ("none", "best_effort", "timeout", "wait_complete")
 MAX_EXTENSIONS = 1024  # leases of one Extend: about 2 ms of the daemon's time
+MAX_COMPANIONS = 8  # resources of a tree beside Full
+MAX_ENDS = 1024  # states of one Commit
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT)]
 Tokens = Annotated[bytes, Meta(max_length=MAX_FRAME)]
+Spare = Annotated[tuple[U31, ...], Meta(max_length=MAX_COMPANIONS)]
+"""For each companion, how many slots of its own a lease gets: of one by end. What is missing is 0."""
+Ends = Annotated[tuple[tuple[U31, U31, U31], ...], Meta(max_length=MAX_ENDS)]
+"""(number of the companion from 0, tokens, slot): this slot of the lease's own holds the state at their end."""
+WireShare = tuple[int, bytes, int | None]
+"""(first, slots, source) of a core.effects.Share; its place is that of its resource among the Welcome's companions."""
 
 
 class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True, gc=False):
@@ -169,16 +177,18 @@ class Acquire(Frame):
     room: U31 | None = None  # pages for the match and this many tokens beyond it; None: for all, and `reserve`
     prefetch: Name | None = None  # one of PREFETCH_POLICIES; None: as the daemon is configured
     prefetch_timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # instead of the daemon's
+    spare: Spare = ()
 
 
 class Extension(NamedTuple):
-    """What one lease gets: tokens, and pages for all it has then and `reserve` more; for the first `upto` at most."""
+    """What one lease gets: tokens, and pages for all it has then and `reserve` more; for the first `upto` at most; and
+    of each companion by end so many `spare` slots more."""
 
     lease: U63
     tokens: Tokens = b""
     reserve: U31 = 0
     upto: U31 | None = None
-    spare: tuple[U31, ...] = ()  # with companions: of each that is by end, so many slots more
+    spare: Spare = ()
 
 
 class Extend(Frame):
@@ -193,7 +203,8 @@ class Commit(Frame):
 
     `ticket` numbers rise by one per Commit, Release and Bye of a session. `seen` is the highest `reply`
     number the scheduler had read when it sent this. A runner names its event here; with workers it is 0, 0
-    and each worker sends Recorded.
+    and each worker sends Recorded. The states of `ends` are given with the pages. Before that, what the lease owns of
+    companions by page wholly before `floor` is given up.
     """
 
     request: U63
@@ -203,6 +214,8 @@ class Commit(Frame):
     tokens: U31 | None = None  # None: all that the lease has
     event: U31 = 0
     generation: U63 = 0
+    ends: Ends = ()
+    floor: U31 | None = None  # tokens; None: it keeps them until the commit
 
 
 class Release(Frame):
@@ -345,7 +358,8 @@ Command = (
 class Granted(Frame):
     """To Acquire: see core.effects.Grant.
 
-    `load` = [load slot, generation] where host_tokens > 0; None there: it is readable already.
+    `load` = [load slot, generation] where something is loaded from the host; None there: it is readable already.
+    `shares` has one for each companion; where there are none, `reaches` may be empty, too.
     """
 
     request: int
@@ -354,6 +368,8 @@ class Granted(Frame):
     host_tokens: int
     slots: bytes
     load: tuple[int, int] | None = None
+    shares: tuple[WireShare, ...] = ()
+    reaches: tuple[int, ...] = ()
 
 
 class Fault(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -365,10 +381,14 @@ class Fault(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
 
 
 class Extended(Frame):
-    """To Extend: for each item, in order, the slots of its new pages, at the table's end, or why it has none."""
+    """To Extend: for each item, in order, the slots of its new pages, at the table's end, or why it has none.
+
+    `shares`, where there are companions, is beside it: for each item each companion's new slots; none where it failed.
+    """
 
     request: int
     results: list[bytes | Fault]
+    shares: list[tuple[bytes, ...]] = []
 
 
 class CommitDone(Frame):
@@ -380,6 +400,7 @@ class CommitDone(Frame):
     slots: bytes
     num_duplicates: int
     reply: int
+    shares: tuple[WireShare, ...] = ()
 
 
 class Done(Frame):
