@@ -98,7 +98,7 @@ def push_out(daemon: Daemon, client: Client) -> None:
             fill(client, lease, seed)
             lease.commit()
         daemon.settle()
-    assert tuple(client.peek(PROMPT)) == (0, len(PROMPT)), "on the host alone"
+    assert client.peek(PROMPT)[:2] == (0, len(PROMPT)), "on the host alone"
 
 
 def test_every_byte_comes_back_from_the_host_in_every_form(daemon: Daemon) -> None:

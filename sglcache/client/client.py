@@ -41,6 +41,7 @@ from sglcache import paths
 from sglcache.client.companions import StatePool, WindowPool
 from sglcache.client.connection import Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
+from sglcache.client.shares import KINDS, StateShare, WindowShare
 from sglcache.core.key import pack
 from sglcache.errors import BadRequest, ClosedError, ConfigError, SglcacheError, with_article
 from sglcache.memory.geometry import FULL, Geometry, StateGeometry
@@ -64,6 +65,7 @@ class Peeked(NamedTuple):
 
     device_tokens: int
     matched_tokens: int  # device and host together
+    reaches: tuple[int, ...]  # as `Lease.reaches`
 
 
 class Event(NamedTuple):
@@ -81,6 +83,7 @@ class Extension(NamedTuple):
     tokens: Tokens = ()
     reserve: int = 0
     upto: int | None = None
+    states: int = 0
 
 
 class NamespaceOptions(TypedDict, total=False):
@@ -112,6 +115,8 @@ class AcquireOptions(NamespaceOptions, total=False):
     go on); timeout (wait for them so long); wait_complete. None: as the daemon is configured."""
     prefetch_timeout_s: float | None
     """timeout: how long, instead of as the daemon is configured. Another policy named with it is refused."""
+    states: int
+    """So many slots of the lease's own for states, where the model has any: `Lease.mamba.slots`."""
 
 
 class Prefetched(NamedTuple):
@@ -160,6 +165,8 @@ class Member:
         self.version = welcome.version
         self.rank = (welcome.dp_rank, welcome.pp_rank)
         """(dp_rank, pp_rank): whose pages these are."""
+        self.companions = tuple(handle.kind for handle in welcome.companions)
+        """The kinds of cached state beside full KV, in their order."""
         try:
             _check_rank(welcome, rank, dp_size, path)
             self.geometry = Geometry.from_wire(welcome.geometry)
@@ -354,6 +361,8 @@ class Client(Member):
         """As `acquire`, without waiting. Several are served in their order, and may be answered in another."""
         packed = pack(tokens)
         checked = checked_acquire(options)
+        if "states" in checked:
+            checked["spare"] = self._spare(checked.pop("states"))
         connection = self._connection
         with connection.lock:
             request = connection.number()
@@ -509,11 +518,23 @@ class Client(Member):
 
     # -- for leases -------------------------------------------------------------------------------------
 
-    def send_extension(self, lease: Lease, tokens: Tokens, reserve: int, upto: int | None) -> Pending[None]:
-        return self._send_extend([Extension(lease, tokens, reserve, upto)], _error)
+    def send_extension(
+        self, lease: Lease, tokens: Tokens, reserve: int, upto: int | None, states: int
+    ) -> Pending[None]:
+        return self._send_extend([Extension(lease, tokens, reserve, upto, states)], _error)
 
-    def send_commit(self, lease: Lease, tokens: int | None, event: Event | None) -> Pending[Committed]:
+    def send_commit(
+        self,
+        lease: Lease,
+        tokens: int | None,
+        states: Iterable[tuple[int, int]],
+        floor: int | None,
+        event: Event | None,
+    ) -> Pending[Committed]:
         tokens = _checked({"tokens": tokens})["tokens"]
+        if floor is not None:
+            floor = _checked({"floor": floor})["floor"]
+        ends = self._ends(states)
         _check_event(event)
         connection = self._connection
         with connection.lock:
@@ -521,7 +542,7 @@ class Client(Member):
             request = connection.number()
             ticket = self._ticket = self._ticket + 1
             return connection.begin(
-                control.Commit(request, lease.id, ticket, seen, tokens, number, generation),
+                control.Commit(request, lease.id, ticket, seen, tokens, number, generation, ends, floor),
                 Pending(connection, request, lease.apply, partial(self._hear_commit, lease), ticket),
             )
 
@@ -573,6 +594,7 @@ class Client(Member):
 
     def _hear_commit(self, lease: Lease, pending: Pending[Committed], answer: control.CommitDone) -> None:
         self._heard = answer.reply
+        lease.hear(answer)
         self._unread[answer.reply] = (pending, lease)
 
     def _release(self, lease: Lease, event: Event | None, discard: bool) -> control.Release:
@@ -583,22 +605,55 @@ class Client(Member):
         lease.ended = True
         return control.Release(request, lease.id, self._ticket, seen, discard, number, generation)
 
+    def _spare(self, states: int) -> tuple[int, ...]:
+        """So many states as a command carries them: by companion. BadRequest: the daemon keeps none."""
+        if not states:
+            return ()
+        at = self._by_end()
+        return (*(0,) * at, states)
+
+    def _ends(self, states: Iterable[tuple[int, int]]) -> control.Ends:
+        """The states of a commit as the frame carries them. BadRequest: one is none, or the daemon keeps none."""
+        try:
+            pairs = [(tokens, slot) for tokens, slot in states]
+        except (TypeError, ValueError):
+            raise BadRequest(f"states={_shown(states)}: pairs (tokens, slot) are needed", argument="states") from None
+        if not pairs:
+            return ()
+        if len(pairs) > control.MAX_ENDS:
+            raise BadRequest(f"{len(pairs)} states: at most {control.MAX_ENDS} by one commit", argument="states")
+        at = self._by_end()
+        ends = []
+        for pair in pairs:
+            tokens, slot = (_checked({"states": part})["states"] for part in pair)
+            ends.append((at, tokens, slot))
+        return tuple(ends)
+
+    def _by_end(self) -> int:
+        """The number of the companion that `states` are of."""
+        for number, kind in enumerate(self.companions):
+            if KINDS[kind].by_end:
+                return number
+        raise BadRequest("states: this daemon keeps none; its configuration needs a [mamba]", argument="states")
+
     def _send_extend(self, batch: list[Extension], finish: Callable[[control.Extended], T]) -> Pending[T]:
         items = []
-        for lease, tokens, reserve, upto in batch:
+        for lease, tokens, reserve, upto, states in batch:
             if not isinstance(lease, Lease) or not lease.is_of(self):
                 raise BadRequest(
                     f"{_shown(lease)} is no lease of this client's, so it can't extend it", argument="batch"
                 )
             checked = _checked({"reserve": reserve, "upto": upto}) if reserve != 0 or upto is not None else _NO_ROOM
-            items.append(control.Extension(lease.id, pack(tokens), **checked))
+            spare = self._spare(_checked({"states": states})["states"]) if states != 0 else ()
+            items.append(control.Extension(lease.id, pack(tokens), **checked, spare=spare))
         if len(items) > control.MAX_EXTENSIONS:
             raise BadRequest(f"{len(items)} leases: at most {control.MAX_EXTENSIONS} by one command", leases=len(items))
 
         def hear(pending: Pending[T], answer: control.Extended) -> None:
-            for extension, item, result in zip(batch, items, answer.results, strict=True):
+            shares = answer.shares or [()] * len(items)
+            for extension, item, result, more in zip(batch, items, answer.results, shares, strict=True):
                 if isinstance(result, bytes):
-                    extension.lease.grow(item.tokens, result)
+                    extension.lease.grow(item.tokens, result, more)
 
         connection = self._connection
         with connection.lock:
@@ -694,13 +749,14 @@ def _extension(each: object) -> Extension:
         return Extension(*each)  # type: ignore[misc]
     except TypeError as exc:
         raise BadRequest(
-            f"{_shown(each)} in a batch: (lease, tokens, reserve, upto) is needed, all but the lease optional",
+            f"{_shown(each)} in a batch: (lease, tokens, reserve, upto, states) is needed, all but the lease optional",
             argument="batch",
         ) from exc
 
 
 def _peeked(answer: control.Done) -> Peeked:
-    return Peeked(answer.facts["device_tokens"], answer.facts["matched_tokens"])
+    matched = answer.facts["matched_tokens"]
+    return Peeked(answer.facts["device_tokens"], matched, tuple(answer.facts["reaches"]) or (matched,))
 
 
 def _prefetched(answer: control.Done) -> Prefetched:
@@ -735,7 +791,7 @@ _TEXTS = {
     "name": control.MAX_NAME,
 }
 _CHOICES = {"prefetch": control.PREFETCH_POLICIES, "policy": control.PREFETCH_POLICIES}
-_NEEDED = frozenset(("reserve", "priority", "owner"))  # None is no value of these
+_NEEDED = frozenset(("reserve", "priority", "owner", "states"))  # None is no value of these
 _NAMESPACE = tuple(NamespaceOptions.__annotations__)
 _ACQUIRE = tuple(AcquireOptions.__annotations__)  # the namespace's first
 _NO_ROOM: dict[str, Any] = {"reserve": 0, "upto": None}
@@ -871,6 +927,8 @@ __all__ = [
     "Pending",
     "Prefetched",
     "StatePool",
+    "StateShare",
     "WindowPool",
+    "WindowShare",
     "Worker",
 ]

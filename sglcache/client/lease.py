@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from sglcache.client.connection import Pending
+from sglcache.client.shares import Shares, StateShare, WindowShare
 from sglcache.errors import BadRequest, Forbidden
 from sglcache.wire import control
 
@@ -33,7 +35,19 @@ class Lease:
     record a ticket first, so the scheduler begins these things, hands out the ticket, and waits later.
     """
 
-    __slots__ = ("_client", "_parts", "_table", "_view", "ended", "host_tokens", "id", "load", "matched_tokens")
+    __slots__ = (
+        "_client",
+        "_parts",
+        "_shares",
+        "_table",
+        "_view",
+        "ended",
+        "host_tokens",
+        "id",
+        "load",
+        "matched_tokens",
+        "reaches",
+    )
 
     def __init__(self, client: Client, tokens: bytes, granted: control.Granted) -> None:
         self._client = client
@@ -48,6 +62,11 @@ class Lease:
         """Of these, the last ones, which come from the host: `wait_loaded` before they are read."""
         self.load = granted.load
         """(load slot, generation) for workers to wait for; None: nothing is being loaded."""
+        self.reaches = granted.reaches or (granted.matched_tokens,)
+        """Tokens that full attention's KV alone would match, then it with each companion alone; the match is where all
+        agree. What lies between `matched_tokens` and the first is cached and can't be used for want of a window or a
+        state: at that depth others branch off, so a state committed there will be found."""
+        self._shares = Shares(client.companions, granted.shares) if granted.shares else None
 
     @property
     def slots(self) -> npt.NDArray[np.int32]:
@@ -60,6 +79,16 @@ class Lease:
             # A copy: torch warns of arrays that can't be written.
             view = self._view = (table, np.frombuffer(table, "<i4").copy())
         return view[1]
+
+    @property
+    def window(self) -> WindowShare | None:
+        """The lease's pages of the window; None: the daemon keeps none. The same object at all times."""
+        return None if self._shares is None else cast("WindowShare | None", self._shares.of.get("window"))
+
+    @property
+    def mamba(self) -> StateShare | None:
+        """The lease's states; None: the daemon keeps none. The same object at all times."""
+        return None if self._shares is None else cast("StateShare | None", self._shares.of.get("mamba"))
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
@@ -88,32 +117,51 @@ class Lease:
         if self.load is not None:
             self._client.wait_loaded(self.load, layer)
 
-    def extend(self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None) -> None:
+    def extend(self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None, states: int = 0) -> None:
         """Append tokens, and pages for all that the lease has then and `reserve` more; it never loses one.
 
-        `upto`: pages for the first so many tokens at most, as for the next chunk of a prompt. NoSpace: nothing was
-        changed.
+        `upto`: pages for the first so many tokens at most, as for the next chunk of a prompt. `states`: so many slots
+        for states more. NoSpace: nothing was changed.
         """
-        self.extend_begin(tokens, reserve, upto).wait()
+        self.extend_begin(tokens, reserve, upto, states).wait()
 
-    def extend_begin(self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None) -> Pending[None]:
+    def extend_begin(
+        self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None, states: int = 0
+    ) -> Pending[None]:
         """As `extend`, without waiting. `Client.extend_begin` does it for many leases at once."""
-        return self._client.send_extension(self, tokens, reserve, upto)
+        return self._client.send_extension(self, tokens, reserve, upto, states)
 
     # -- giving to the cache, and giving back -----------------------------------------------------------------
 
-    def commit(self, tokens: int | None = None, *, event: Event | None = None) -> Committed:
+    def commit(
+        self,
+        tokens: int | None = None,
+        *,
+        states: Iterable[tuple[int, int]] = (),
+        floor: int | None = None,
+        event: Event | None = None,
+    ) -> Committed:
         """Give the whole pages of the first `tokens` tokens (None: of all that have pages) to the cache, and wait.
 
-        Where the daemon has bigram keys: of these pages those behind which the lease has a token. `event`: one that was
-        recorded earlier, behind the writes of these pages; None: one that is recorded now.
+        Where the daemon has bigram keys: of these pages those behind which the lease has a token. `states`: pairs
+        (tokens, slot); each says that one of `mamba.slots` holds the state at the end of so many tokens, whole pages
+        that are committed by then, and it is given with them. `floor`: window pages of the lease's own that lie wholly
+        before so many tokens are given up before that, as of no use. `event`: one that was recorded earlier, behind the
+        writes of all this; None: one that is recorded now.
         """
         self._must_not_wait("commit")
-        return self.commit_begin(tokens, event=event).wait()
+        return self.commit_begin(tokens, states=states, floor=floor, event=event).wait()
 
-    def commit_begin(self, tokens: int | None = None, *, event: Event | None = None) -> Pending[Committed]:
+    def commit_begin(
+        self,
+        tokens: int | None = None,
+        *,
+        states: Iterable[tuple[int, int]] = (),
+        floor: int | None = None,
+        event: Event | None = None,
+    ) -> Pending[Committed]:
         """As `commit`, without waiting. Its `ticket` is for the workers to record, if there are any."""
-        return self._client.send_commit(self, tokens, event)
+        return self._client.send_commit(self, tokens, states, floor, event)
 
     def release(self, *, wait: bool = False, event: Event | None = None) -> None:
         """Give everything back. Of what was not committed the cache keeps nothing.
@@ -190,12 +238,19 @@ class Lease:
     def cancelled(self, pending: Pending[None], answer: control.Done) -> None:
         self.ended = True
 
-    def grow(self, tokens: bytes, slots: bytes) -> None:
+    def grow(self, tokens: bytes, slots: bytes, shares: tuple[bytes, ...] = ()) -> None:
         """Take in an extend that took effect, as soon as it is heard of: tokens, and the slots of new pages."""
         if tokens:
             self._parts.append(tokens)
         if slots:
             self._table += slots
+        if self._shares is not None:
+            self._shares.grow(shares)
+
+    def hear(self, answer: control.CommitDone) -> None:
+        """A commit took effect, and was not waited for yet."""
+        if self._shares is not None:
+            self._shares.hear(answer.reply, answer.shares)
 
     def apply(self, answer: control.CommitDone) -> Committed:
         """Take in what came of a commit, once it was waited for: the canonical pages."""
@@ -204,4 +259,6 @@ class Lease:
             start = answer.first_page * 4
             table[start : start + len(answer.slots)] = answer.slots
             self._table = bytes(table)
+        if self._shares is not None:
+            self._shares.apply(answer.reply)
         return Committed(answer.committed_tokens, answer.num_duplicates)

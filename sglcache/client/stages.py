@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from sglcache.client.client import checked_acquire
@@ -14,7 +15,7 @@ from sglcache.core.key import pack
 from sglcache.errors import BadRequest, Changed, SglcacheError
 
 if TYPE_CHECKING:
-    from sglcache.client.client import AcquireOptions, Client, NamespaceOptions, Tokens
+    from sglcache.client.client import AcquireOptions, Client, NamespaceOptions, Peeked, Tokens
     from sglcache.client.lease import Lease
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ def acquire_alike(
     Every stage is asked (`peek`), then held to the least that was said (`exact`). Where one has lost some of it since,
     the others' leases are given back and all are held to what is left, `tries` times at most; then Changed. NoSpace of
     any stage is raised once the others' are given back. What only the third tier of a stage has is brought to its host
-    first, as `prefetch` says. Three round trips to all at once, and one for each time more.
+    first, as `prefetch` says. Three round trips to all at once, and one for each time more; and where there are windows
+    or states, so that a stage need not have what is shorter than its match, one for each length that not all had.
     """
     if not stages or tries < 1 or options.get("exact") is not None:
         raise BadRequest(f"{len(stages)} stages, tries={tries}: at least one of each, and `exact` is found out here")
@@ -50,12 +52,7 @@ def acquire_alike(
         )
         if errors:
             raise errors[0]
-    peeked, errors = _all(stages, lambda stage: stage.peek_begin(packed, **namespace))
-    if errors:
-        raise errors[0]
-    agreed = min(each.matched_tokens for each in peeked)
-    if limit is not None:
-        agreed = min(agreed, limit)
+    agreed = _agree(stages, packed, len(wanted) // 4, whole, namespace)
     for _ in range(tries):
         options["exact"] = agreed - agreed % whole
         leases, errors = _all(stages, lambda stage: stage.acquire_begin(packed, **options))
@@ -67,6 +64,22 @@ def acquire_alike(
                 raise error
         agreed = min(error.matched_tokens for error in errors)
     raise errors[0]
+
+
+def _agree(stages: Sequence[Client], tokens: bytes, most: int, whole: int, namespace: NamespaceOptions) -> int:
+    """The longest match of at most so many tokens, a multiple of `whole`, that every stage says it has."""
+    agreed = most
+    while True:
+        agreed -= agreed % whole
+        part = tokens[: 4 * (agreed + 1)]  # where keys are pairs a match needs the token behind it
+        peeked: list[Peeked]
+        peeked, errors = _all(stages, methodcaller("peek_begin", part, **namespace))
+        if errors:
+            raise errors[0]
+        least = min(agreed, *(each.matched_tokens for each in peeked))
+        if least == agreed or not any(stage.companions for stage in stages):
+            return least
+        agreed = least
 
 
 def _all(items: Iterable[T], begin: Callable[[T], Pending[U]]) -> tuple[list[U], list[SglcacheError]]:

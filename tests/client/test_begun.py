@@ -80,7 +80,7 @@ def test_every_verb_can_be_begun_and_waited_for_in_any_order(client: Client) -> 
     peeked = client.peek_begin(TOKENS)
     acquired = [client.acquire_begin([n, *TOKENS], limit=8, reserve=4) for n in range(5)]
     leases = [pending.wait() for pending in reversed(acquired)][::-1]
-    assert peeked.wait() == (0, 0)
+    assert peeked.wait() == (0, 0, (0,))
     assert [lease.tokens[0] for lease in leases] == [0, 1, 2, 3, 4]
     assert all(len(lease.slots) == 18 for lease in leases)
     begun: list[Pending[Any]] = []
@@ -112,7 +112,7 @@ def test_what_was_begun_together_is_one_write_each_and_no_round_trip(
     queue = [client.acquire_begin([n, *TOKENS], limit=4) for n in range(10)]
     assert len(sizes) == 30
     assert received == []
-    assert [pending.wait() for pending in peeks] == [(0, 0)] * 20
+    assert [pending.wait() for pending in peeks] == [(0, 0, (0,))] * 20
     for pending in queue:
         pending.wait().release()
     assert len(received) < 30
@@ -185,7 +185,7 @@ def test_a_poll_tells_of_each_answer_once_and_not_of_what_was_waited_for(client:
     third.wait()
     assert client.poll() == [first, second]
     assert client.poll() == []
-    assert first.wait() == second.wait() == (0, 0)
+    assert first.wait() == second.wait() == (0, 0, (0,))
     fourth, fifth = client.peek_begin([3]), client.peek_begin([4])
     fifth.wait()
     fourth.wait()
@@ -227,7 +227,7 @@ def test_what_was_begun_ends_with_the_connection(tmp_path: Path) -> None:
             commit.wait()
         with pytest.raises(Unavailable):
             client.poll()
-    assert answered.wait() == (0, 0)
+    assert answered.wait() == (0, 0, (0,))
     client.close()
     assert commit.done
     for use in (commit.wait, client.poll, client.fileno, lambda: client.peek_begin(TOKENS)):

@@ -30,6 +30,7 @@ from sglcache.errors import (
 )
 from sglcache.testing.daemon import Daemon, Puppet, until
 from sglcache.units import Tier
+from sglcache.wire import control
 
 TOKENS = list(range(50))  # 12 whole pages of 4 and a half
 
@@ -238,7 +239,7 @@ def test_clear_takes_one_tier_or_all(daemon: Daemon, client: Client) -> None:
         lease.commit()
     daemon.settle()
     assert client.clear("device") == {"DEVICE": 12}
-    assert tuple(client.peek(TOKENS)) == (0, 48)
+    assert client.peek(TOKENS)[:2] == (0, 48)
     assert client.clear(Tier.HOST) == {"HOST": 12}
     assert client.clear() == {"DEVICE": 0, "HOST": 0}
     with pytest.raises(BadRequest):
@@ -421,6 +422,10 @@ def test_the_socket_is_found_by_the_rule(daemon: Daemon, monkeypatch: pytest.Mon
         ("reserve", None),
         ("limit", True),
         ("limit", "5"),
+        ("states", -1),
+        ("states", None),
+        ("states", 1 << 31),
+        ("states", 1),
         ("lora", "\ud800"),
         ("extra_key", "a\udfffb"),
         ("cache_salt", "\ud800"),
@@ -507,6 +512,14 @@ def test_wrong_arguments_of_a_lease_cost_nothing_and_numpys_integers_are_integer
         lambda: lease.commit(-1),
         lambda: lease.extend(upto="3"),  # type: ignore[arg-type]
         lambda: lease.extend(reserve=None),  # type: ignore[arg-type]
+        lambda: lease.extend(states=None),  # type: ignore[arg-type]
+        lambda: lease.commit(floor=-1),
+        lambda: lease.commit(floor="3"),  # type: ignore[arg-type]
+        lambda: lease.commit(states=5),  # type: ignore[arg-type]
+        lambda: lease.commit(states=[5]),  # type: ignore[list-item]
+        lambda: lease.commit(states=[(5,)]),  # type: ignore[list-item]
+        lambda: lease.commit(states=[(5, 6, 7)]),  # type: ignore[list-item]
+        lambda: lease.commit(states=[(5, 6)] * (control.MAX_ENDS + 1)),
         lambda: lease.commit_begin(event=Event(-3, -1, 0)),
         lambda: lease.release_begin(event=Event(-3, -1, 0)),
     ):
@@ -514,6 +527,22 @@ def test_wrong_arguments_of_a_lease_cost_nothing_and_numpys_integers_are_integer
             wrong()
     assert lease.commit(np.int32(3)).committed_tokens == 0
     lease.release()
+
+
+def test_a_daemon_without_companions_says_so_and_a_lease_has_none(client: Client) -> None:
+    with client.acquire(TOKENS, states=0) as lease:
+        assert (lease.window, lease.mamba, lease.reaches) == (None, None, (0,))
+        for wrong in (
+            lambda: client.acquire([1], states=1),
+            lambda: lease.extend(states=1),
+            lambda: lease.commit(states=[(4, 0)]),
+        ):
+            with pytest.raises(BadRequest, match=r"^states: this daemon keeps none.*\[mamba\]") as caught:
+                wrong()
+            assert caught.value.facts["argument"] == "states"
+        lease.commit(states=[], floor=len(TOKENS))
+    with client.acquire(TOKENS) as lease:
+        assert lease.reaches == (lease.matched_tokens,) == client.peek(TOKENS).reaches
 
 
 def test_texts_of_all_commands_are_checked_by_name_and_any_text_is_taken(daemon: Daemon, client: Client) -> None:
@@ -550,7 +579,7 @@ def test_what_is_no_lease_of_this_client_is_extended_by_nobody(daemon: Daemon, c
             [(mine, [4]), (theirs, [4])],
             [()],
             [None],
-            [(mine, [4], 0, None, 5)],
+            [(mine, [4], 0, None, 0, 5)],
             [(mine.id, [4])],
         ):
             with pytest.raises(BadRequest) as caught:

@@ -84,7 +84,7 @@ def test_host_pages_are_not_given_away_while_a_load_back_reads_them(small: Daemo
         small.settle()
         crowd(client, prompt(3, 14))
         small.settle()
-        assert tuple(client.peek(wanted)) == (0, len(wanted)), "on the host alone"
+        assert client.peek(wanted)[:2] == (0, len(wanted)), "on the host alone"
         before = small.pool("HOST")
         lease = client.acquire(wanted)
         assert lease.host_tokens == len(wanted)
@@ -151,7 +151,7 @@ def test_a_layer_is_readable_while_the_next_is_held_back(small: Daemon, gate: Pa
                 assert small.status()["gauges"]["num_copies"] == 1, "the load's ack is after its last layer"
         small.settle()
         lease.release()
-        assert tuple(client.peek(wanted)) == (len(wanted), len(wanted))
+        assert client.peek(wanted)[:2] == (len(wanted), len(wanted))
 
 
 def test_a_worker_computes_with_the_first_layers_while_the_last_are_on_their_way(small: Daemon, gate: Path) -> None:
@@ -214,7 +214,7 @@ def test_what_a_runner_writes_after_its_commit_was_sent_is_what_the_host_has(
             fill(client, lease, 999)  # what was there before the kernel is over
             pending = lease.commit_begin()
             assert not pending.done
-            assert tuple(client.peek(prompt(number, 4))) == (0, 0), "no tier has what is not written"
+            assert client.peek(prompt(number, 4))[:2] == (0, 0), "no tier has what is not written"
             fill(client, lease, number)
             events.let_go()
             pending.wait()
