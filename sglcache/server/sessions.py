@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from sglcache.core import invariants
-from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Wake
+from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Share, Wake
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import (
@@ -41,6 +41,7 @@ from sglcache.errors import (
     UnknownSession,
     with_article,
 )
+from sglcache.memory.engine import LoadPlace
 from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
 from sglcache.server.connection import Connection, Handlers
 from sglcache.server.listener import Peer, check_version, close_fds, refuse
@@ -146,6 +147,7 @@ class Member(Connection):
             session_id=c.session_id,
             priority=c.priority,
             fetch=fetch,
+            spare=c.spare,
         )
         if grant is not None:
             self.granted(c.request, grant)
@@ -178,26 +180,29 @@ class Member(Connection):
             result if isinstance(result, bytes) else control.Fault(result.code, result.message, result.facts)
             for result in extended.results
         ]
-        self.reply(control.Extended(request, results))
+        self.reply(control.Extended(request, results, list(extended.shares)))
 
     def granted(self, request: int, grant: Grant) -> None:
-        lease, matched_tokens, host_tokens, slots, load, *_ = grant
         place = None
-        if load is not None:
+        if grant.load is not None:
             place = self.owner.loads.begin(self.id, request, grant).place
             if place is None:
                 return
-        self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, place))
+        self.tell_grant(request, grant, place)
 
     def loaded_without_slot(self, load: Load) -> None:
         """A load that found no slot is over: its answer."""
-        lease, matched_tokens, host_tokens, slots, *_ = load.grant
-        self.reply(control.Granted(load.request, lease, matched_tokens, host_tokens, slots, None))
+        self.tell_grant(load.request, load.grant, None)
+
+    def tell_grant(self, request: int, grant: Grant, place: LoadPlace | None) -> None:
+        lease, matched_tokens, host_tokens, slots, _, shares, reaches = grant
+        told = _told(shares) if shares else ()
+        self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, place, told, reaches))
 
     def commit(self, c: control.Commit) -> None:
         done = self.event_done(c.event, c.generation)
         lease: Any = c.lease
-        self.index.commit(self.id, c.request, lease, c.ticket, seen=c.seen, tokens=c.tokens)
+        self.index.commit(self.id, c.request, lease, c.ticket, seen=c.seen, tokens=c.tokens, ends=c.ends, floor=c.floor)
         if done:
             self.event_over(c.ticket)
         elif self.touches:
@@ -288,8 +293,8 @@ class Member(Connection):
     # -- looking, pinning, clearing --------------------------------------------------------------------------
 
     def peek(self, c: control.Peek) -> None:
-        device, matched, _ = self.index.peek(c.tokens, Namespace.of(c.lora, c.extra_key, c.cache_salt))
-        self.reply(control.Done(c.request, {"device_tokens": device, "matched_tokens": matched}))
+        peeked = self.index.peek(c.tokens, Namespace.of(c.lora, c.extra_key, c.cache_salt))
+        self.reply(control.Done(c.request, peeked._asdict()))
 
     def pin(self, c: control.Pin) -> None:
         namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
@@ -668,8 +673,9 @@ class Sessions:
         if isinstance(result, Released):
             member.reply(control.Done(wake.request))
         elif isinstance(result, Committed):
-            _, tokens, first_page, slots, num_duplicates, reply, _ = result
-            member.reply(control.CommitDone(wake.request, tokens, first_page, slots, num_duplicates, reply))
+            _, tokens, first_page, slots, num_duplicates, reply, shares = result
+            told = _told(shares) if shares else ()
+            member.reply(control.CommitDone(wake.request, tokens, first_page, slots, num_duplicates, reply, told))
         elif isinstance(result, Grant):
             member.granted(wake.request, result)
         elif isinstance(result, Extended):
@@ -809,6 +815,11 @@ def _check_hello(peer: Peer, hello: control.Hello, num_shards: int) -> None:
     need = 2 if hello.role in (RUNNER, WORKER) else 0
     if len(peer.fds) != need:
         raise ProtocolError(f"{with_article(hello.role)} sends {need} descriptors, not {len(peer.fds)}", need=need)
+
+
+def _told(shares: Sequence[Share]) -> tuple[control.WireShare, ...]:
+    """Shares as a frame carries them: whose each is its place says."""
+    return tuple((share.first, share.slots, share.source) for share in shares)
 
 
 def _check_policy(name: str) -> None:

@@ -78,7 +78,14 @@ BAD = {
     "a negative room": array("Acquire", 1, b"", None, None, None, None, None, 0, None, 0, None, -1),
     "an extend that is no list": array("Extend", 1, 5),
     "an item that is none": array("Extend", 1, [5]),
-    "an item of too many fields": array("Extend", 1, [[5, b"", 0, None, 1]]),
+    "an item of too many fields": array("Extend", 1, [[5, b"", 0, None, [], 1]]),
+    "more companions than are known of": array("Extend", 1, [[5, b"", 0, None, [0] * (control.MAX_COMPANIONS + 1)]]),
+    "a negative spare": array(
+        "Acquire", 1, b"", None, None, None, None, None, 0, None, 0, None, None, None, None, [-1]
+    ),
+    "an end without a slot": array("Commit", 1, 1, 1, 0, None, 0, 0, [[0, 4]]),
+    "more ends than are taken": array("Commit", 1, 1, 1, 0, None, 0, 0, [[0, 4, 1]] * (control.MAX_ENDS + 1)),
+    "a negative floor": array("Commit", 1, 1, 1, 0, None, 0, 0, [], -1),
     "more items than are taken": array("Extend", 1, [[5]] * (control.MAX_EXTENSIONS + 1)),
     "a long salt": array("Acquire", 1, b"", None, None, "x" * 5000),
     "a bad string": framed(b"\x92\xa4Ping\xa2\xff\xfe"),
@@ -153,7 +160,7 @@ def test_random_frames_never_harm(daemon: Daemon) -> None:
         for frame in (
             control.Acquire(1, tokens, "lora", "extra", "salt", "s", "t", 1, 4, 4),
             control.Extend(2, [control.Extension(1, tokens)]),
-            control.Commit(3, 1, 1, 0),
+            control.Commit(3, 1, 1, 0, ends=((0, 4, 0),), floor=4),
             control.Release(4, 1, 2, 0),
             control.Recorded(1, 0, 1),
             control.Pin(5, tokens, "me", 1.0),
@@ -229,6 +236,7 @@ def test_a_worker_may_not_lead(daemon: Daemon) -> None:
         (control.Commit(1, 999, 5, 0), UnknownLease),
         (control.Release(1, 999, 5, 0), UnknownLease),
         (control.Commit(1, 999, 5, 0, None, 1 << 30, 1), BadRequest),
+        (control.Acquire(1, bytes(64), spare=(1,)), BadRequest),
         (control.Peek(1, b"\0"), BadRequest),
         (control.Pin(1, b"\0", "me", 1.0), BadRequest),
         (control.Clear(1, "DISK"), BadRequest),
