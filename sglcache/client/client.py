@@ -169,6 +169,8 @@ class Member:
         """The kinds of cached state beside full KV, in their order."""
         try:
             _check_rank(welcome, rank, dp_size, path)
+            if unknown := set(self.companions) - set(KINDS):
+                raise ConfigError(f"the daemon keeps {', '.join(unknown)}, which this client does not know; update it")
             self.geometry = Geometry.from_wire(welcome.geometry)
             self.window: WindowPool | None = None
             """The layers with a sliding window; None: the model has none."""
@@ -347,6 +349,11 @@ class Client(Member):
         self._ticket = 0
         self._heard = 0  # the highest number of a CommitDone that has come
         self._unread: dict[int, tuple[Pending[Committed], Lease]] = {}  # by number, what may not have been waited for
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether there are layers with states here: leases may have some of their own."""
+        return any(KINDS[kind].by_end for kind in self.companions)
 
     # -- a runner's journey -----------------------------------------------------------------------------
 

@@ -40,6 +40,11 @@ class WindowShare:
             view = self._view = (table, np.frombuffer(table, "<i4").copy())
         return view[1]
 
+    @property
+    def table(self) -> npt.NDArray[np.int32]:
+        """int32: as `slots`, from the first page of the tokens on; -1 for pages that are not the lease's any more."""
+        return np.concatenate((np.full(self.first_page, -1, np.int32), self.slots))
+
     def grow(self, slots: bytes) -> None:
         """An extend brought these."""
         if slots:

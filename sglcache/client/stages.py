@@ -30,8 +30,9 @@ def acquire_alike(
     Every stage is asked (`peek`), then held to the least that was said (`exact`). Where one has lost some of it since,
     the others' leases are given back and all are held to what is left, `tries` times at most; then Changed. NoSpace of
     any stage is raised once the others' are given back. What only the third tier of a stage has is brought to its host
-    first, as `prefetch` says. Three round trips to all at once, and one for each time more; and where there are windows
-    or states, so that a stage need not have what is shorter than its match, one for each length that not all had.
+    first, as `prefetch` says. `states` are of those stages that have layers with states. Three round trips to all at
+    once, and one for each time more; where there are windows or states, so that a stage need not have what is shorter
+    than its match, also one for each length that not all had.
     """
     if not stages or tries < 1 or options.get("exact") is not None:
         raise BadRequest(f"{len(stages)} stages, tries={tries}: at least one of each, and `exact` is found out here")
@@ -39,6 +40,7 @@ def acquire_alike(
     packed = pack(tokens)
     whole = math.lcm(*(stage.geometry.page_size for stage in stages))
     limit = options.pop("limit", None)
+    stateful = any(stage.keeps_states for stage in stages)
     policy, timeout_s = options.pop("prefetch", None), options.pop("prefetch_timeout_s", None)
     namespace: NamespaceOptions = {
         "lora": options.get("lora"),
@@ -55,7 +57,7 @@ def acquire_alike(
     agreed = _agree(stages, packed, len(wanted) // 4, whole, namespace)
     for _ in range(tries):
         options["exact"] = agreed - agreed % whole
-        leases, errors = _all(stages, lambda stage: stage.acquire_begin(packed, **options))
+        leases, errors = _all(stages, lambda stage: stage.acquire_begin(packed, **_of(stage, options, stateful)))
         if not errors:
             return leases
         _all(leases, lambda lease: lease.cancel_begin())  # nobody was told of their pages
@@ -64,6 +66,14 @@ def acquire_alike(
                 raise error
         agreed = min(error.matched_tokens for error in errors)
     raise errors[0]
+
+
+def _of(stage: Client, options: AcquireOptions, stateful: bool) -> AcquireOptions:
+    """What is asked of this stage: no states, where it has no layers that have any, and another has."""
+    if stateful and not stage.keeps_states and "states" in options:
+        options = options.copy()
+        del options["states"]
+    return options
 
 
 def _agree(stages: Sequence[Client], tokens: bytes, most: int, whole: int, namespace: NamespaceOptions) -> int:

@@ -48,6 +48,7 @@ def test_a_commit_takes_from_the_front_what_was_slid_past() -> None:
     shares.apply(1)
     assert said(of) == (5, [32, 33])
     assert before.tolist() == [30, 31, 32, 33], "an array that was handed out stays"
+    assert of.table.tolist() == [-1] * 5 + [32, 33]
 
 
 def test_a_commit_that_slid_past_all_leaves_none() -> None:
