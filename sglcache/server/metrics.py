@@ -2,7 +2,9 @@
 
 Names say the unit; a counter ends in `_total`. Every sample has the label `rank`, the port offset: a rank tells its
 families as data (`of_rank`), and the supervisor puts those of all ranks on one page (`page`), each family once, as the
-format wants it. Pages are counted as law 4 states them: free + fenced + leased + cached = the pool.
+format wants it. Pages are counted as law 4 states them: free + fenced + leased + cached = the pool. What there is of
+each resource has the label `resource`: full, and of a hybrid model's tree window and mamba; what is called pages there
+is slots of states of the last.
 
 Prometheus's library is loaded with the first page, by the supervisor alone: a rank's loop must not stall for it.
 """
@@ -27,6 +29,7 @@ class Family(NamedTuple):
 
 
 LEFT = "sglcache_removed_pages"
+FULL = {"resource": "full"}
 WHY_LEFT = (
     "Cached pages that left a tier: evicted to make room, and no tier has them; demoted to make room on the device, "
     "the host has them; unbacked to make room on the host, the device has them; cleared by a clear."
@@ -46,20 +49,26 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ),
     ("refused", "sglcache_no_space", {}, "Acquires and extends refused: locks left too few pages."),
     ("commits", "sglcache_commits", {}, "Commits that took effect."),
-    ("committed_pages", "sglcache_committed_pages", {}, "Pages that commits gave to the index."),
-    ("duplicate_pages", "sglcache_duplicate_pages", {}, "Committed pages that the index had from another already."),
+    ("committed_pages", "sglcache_committed_pages", FULL, "Pages that commits gave to the index."),
+    ("duplicate_pages", "sglcache_duplicate_pages", FULL, "Committed pages that the index had from another already."),
     ("evicted_nodes", "sglcache_evicted_nodes", {}, "Runs of pages taken off a tier to make room."),
-    ("evicted_device_pages", LEFT, {"tier": "device", "reason": "evicted"}, WHY_LEFT),
-    ("demoted_pages", LEFT, {"tier": "device", "reason": "demoted"}, WHY_LEFT),
-    ("cleared_device_pages", LEFT, {"tier": "device", "reason": "cleared"}, WHY_LEFT),
-    ("evicted_host_pages", LEFT, {"tier": "host", "reason": "evicted"}, WHY_LEFT),
-    ("unbacked_pages", LEFT, {"tier": "host", "reason": "unbacked"}, WHY_LEFT),
-    ("cleared_host_pages", LEFT, {"tier": "host", "reason": "cleared"}, WHY_LEFT),
-    ("backup_pages", "sglcache_backup_pages", {}, "Pages sent to the host."),
-    ("backup_pages_skipped", "sglcache_backup_skipped_pages", {}, "Pages not sent to the host for want of room."),
+    ("evicted_device_pages", LEFT, {**FULL, "tier": "device", "reason": "evicted"}, WHY_LEFT),
+    ("demoted_pages", LEFT, {**FULL, "tier": "device", "reason": "demoted"}, WHY_LEFT),
+    ("cleared_device_pages", LEFT, {**FULL, "tier": "device", "reason": "cleared"}, WHY_LEFT),
+    ("evicted_host_pages", LEFT, {**FULL, "tier": "host", "reason": "evicted"}, WHY_LEFT),
+    ("unbacked_pages", LEFT, {**FULL, "tier": "host", "reason": "unbacked"}, WHY_LEFT),
+    ("cleared_host_pages", LEFT, {**FULL, "tier": "host", "reason": "cleared"}, WHY_LEFT),
+    (
+        "pruned_pages",
+        "sglcache_pruned_pages",
+        {},
+        "Of the evicted pages of full KV, those in which no match could end any more for want of a window or a state.",
+    ),
+    ("backup_pages", "sglcache_backup_pages", FULL, "Pages sent to the host."),
+    ("backup_pages_skipped", "sglcache_backup_skipped_pages", FULL, "Pages not sent to the host for want of room."),
     ("backups_retried", "sglcache_backup_retries", {}, "Paths without room on the host that were sent later."),
     ("backups_failed", "sglcache_copies_failed", {"direction": "backup"}, "Copies between tiers that failed."),
-    ("load_pages", "sglcache_load_pages", {}, "Pages loaded back from the host."),
+    ("load_pages", "sglcache_load_pages", FULL, "Pages loaded back from the host."),
     ("loads_failed", "sglcache_copies_failed", {"direction": "load"}, "Copies between tiers that failed."),
     ("loads_declined", "sglcache_loads_declined", {}, "Host hits beyond the quota, to be computed again."),
     ("l3_store_pages", "sglcache_third_store_pages", {}, "Pages sent to the third tier."),
@@ -78,6 +87,18 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("blocks_stored", "sglcache_event_blocks", {"event": "stored"}, "Blocks that the event stream told of."),
     ("blocks_removed", "sglcache_event_blocks", {"event": "removed"}, "Blocks that the event stream told of."),
     ("all_blocks_cleared", "sglcache_event_clears", {}, "AllBlocksCleared events."),
+)
+
+# The index's counters of each companion, behind its name and an underscore: the family of full KV's, the labels beside
+# `resource`.
+OF_COMPANIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("committed_slots", "sglcache_committed_pages", {}),
+    ("duplicate_slots", "sglcache_duplicate_pages", {}),
+    ("evicted_device_slots", LEFT, {"tier": "device", "reason": "evicted"}),
+    ("evicted_host_slots", LEFT, {"tier": "host", "reason": "evicted"}),
+    ("backup_slots", "sglcache_backup_pages", {}),
+    ("backup_slots_skipped", "sglcache_backup_skipped_pages", {}),
+    ("load_slots", "sglcache_load_pages", {}),
 )
 
 # Gauges of the index: a field of IndexStats, our name, the help.
@@ -165,11 +186,7 @@ def of_rank(
     families = [Family("sglcache_build", "What runs.", "info", [({**own, **info}, 1)])]
     families += _pools(own, index)
     families += [Family(name, text, "gauge", [(own, getattr(index, field))]) for field, name, text in GAUGES]
-    counters: dict[str, Family] = {}
-    for key, name, labels, text in COUNTERS:
-        family = counters.setdefault(name, Family(name, text, "counter", []))
-        family.samples.append(({**own, **labels}, index.counters.get(key, 0)))
-    families += counters.values()
+    families += _counters(own, index)
     for field, name, grows, text in COPIES:
         samples = [({**own, "direction": lane.name}, float(getattr(lane, field))) for lane in lanes]
         families.append(Family(name, text, "counter" if grows else "gauge", samples))
@@ -187,6 +204,20 @@ def of_rank(
             if (value := getattr(stream, field)) is not None:
                 families.append(Family(name, text, "counter" if grows else "gauge", [(own, value)]))
     return families
+
+
+def _counters(own: dict[str, str], index: IndexStats) -> Iterable[Family]:
+    """Those that this index has."""
+    families: dict[str, Family] = {}
+    for key, name, labels, text in COUNTERS:
+        if key in index.counters:
+            family = families.setdefault(name, Family(name, text, "counter", []))
+            family.samples.append(({**own, **labels}, index.counters[key]))
+    for resource in dict.fromkeys(pool.resource for pool in index.pools if pool.resource != FULL["resource"]):
+        for key, name, labels in OF_COMPANIONS:
+            sample = {**own, "resource": resource, **labels}, index.counters[f"{resource}_{key}"]
+            families[name].samples.append(sample)
+    return families.values()
 
 
 def _pools(own: dict[str, str], index: IndexStats) -> Iterator[Family]:

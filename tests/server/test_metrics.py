@@ -8,8 +8,9 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglcache.core.index import LEFT, Index, IndexConfig
+from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.net.publisher import PublisherStats
-from sglcache.server.metrics import COUNTERS, GAUGES, STREAM, of_lives, of_rank
+from sglcache.server.metrics import COUNTERS, GAUGES, OF_COMPANIONS, STREAM, of_lives, of_rank
 from sglcache.server.metrics import page as joined
 
 STREAM_STATS = PublisherStats(
@@ -34,7 +35,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 def test_every_number_of_the_index_and_the_publisher_is_on_the_page() -> None:
     stats = Index(IndexConfig(page_size=4, num_pages=8, host_pages=8)).stats()
-    assert {key for key, *_ in COUNTERS} == set(stats.counters)
+    assert {key for key, *_ in COUNTERS} - {"pruned_pages"} == set(stats.counters)
     assert {field for field, *_ in GAUGES} == set(stats._fields) - {"pools", "counters"}
     text = {"endpoint", "replay_endpoint", "ring_first_seq"}
     assert {field for field, *_ in STREAM} == set(PublisherStats.__dataclass_fields__) - text
@@ -61,13 +62,39 @@ def test_pages_that_left_are_one_family_by_tier_and_reason() -> None:
         index.counters[name] = 1 << number
     found = {key[1:]: value for key, value in samples(page(index)).items() if key[0] == "sglcache_removed_pages_total"}
     assert found == {
-        ("evicted", "device"): 1,
-        ("demoted", "device"): 2,
-        ("cleared", "device"): 4,
-        ("evicted", "host"): 8,
-        ("unbacked", "host"): 16,
-        ("cleared", "host"): 32,
+        ("evicted", "full", "device"): 1,
+        ("demoted", "full", "device"): 2,
+        ("cleared", "full", "device"): 4,
+        ("evicted", "full", "host"): 8,
+        ("unbacked", "full", "host"): 16,
+        ("cleared", "full", "host"): 32,
     }
+
+
+COMPANIONS = (Companion(SlidingWindow(2), 6, 5), Companion(MambaState(), 4, 3))
+
+
+def test_every_number_of_a_companion_stands_beside_full_kvs_under_its_name() -> None:
+    index = Index(IndexConfig(page_size=4, num_pages=8, host_pages=7, companions=COMPANIONS))
+    names = {name for name, *_ in OF_COMPANIONS}
+    expected = {f"{resource}_{name}" for resource in ("window", "mamba") for name in names}
+    assert {key for key, *_ in COUNTERS} | expected == set(index.stats().counters)
+    for number, key in enumerate(sorted(expected), 1001):
+        index.counters[key] = number
+    found = samples(page(index))
+    told = [value for key, value in found.items() if {"window", "mamba"} & set(key) and value > 1000]
+    assert sorted(told) == list(range(1001, 1001 + len(expected)))
+    assert {key[1:]: value for key, value in found.items() if key[0] == "sglcache_pool_pages"} == {
+        ("full", "device"): 8,
+        ("full", "host"): 7,
+        ("window", "device"): 6,
+        ("window", "host"): 5,
+        ("mamba", "device"): 4,
+        ("mamba", "host"): 3,
+    }
+    assert found["sglcache_pages", "window", "free", "device"] == 6
+    left = found["sglcache_removed_pages_total", "evicted", "mamba", "host"]
+    assert left == index.counters["mamba_evicted_host_slots"]
 
 
 def test_with_events_off_there_is_no_stream_to_tell_of() -> None:
