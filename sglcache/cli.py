@@ -376,7 +376,8 @@ def _show_ranks(rows: list[dict[str, Any]]) -> None:
     notes = []
     for row in rows:
         counters = row.get("counters", {})
-        cached = {pool["tier"]: _share(pool["cached"], pool["total"]) for pool in row.get("pools", ())}
+        pools = [pool for pool in row.get("pools", ()) if pool["resource"] == "full"]
+        cached = {pool["tier"]: _share(pool["cached"], pool["total"]) for pool in pools}
         violations = row.get("violations")
         table.add_row(
             *(str(row[name]) for name in ("rank", "dp_rank", "pp_rank", "state")),
@@ -410,6 +411,8 @@ def _show_status(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from sglcache.client.shares import KINDS
+
     console = Console(highlight=False)
     counters, stream, geometry = facts["counters"], facts["stream"], facts["geometry"]
     console.print(
@@ -427,8 +430,11 @@ def _show_status(facts: dict[str, Any]) -> None:
     for pool in facts["pools"]:
         where = pool["tier"].lower() + ("" if pool["resource"] == "full" else f" {pool['resource']}")
         counts = [f"{pool[name]:,}" for name in columns]
-        pools.add_row(where, *counts, f"{pool['cached'] * geometry['page_size']:,}")
+        by_end = pool["resource"] in KINDS and KINDS[pool["resource"]].by_end  # what is cached of it has no length
+        pools.add_row(where, *counts, "" if by_end else f"{pool['cached'] * geometry['page_size']:,}")
     console.print(pools)
+    tiers = dict.fromkeys(pool["tier"].lower() for pool in facts["pools"])
+    companions = dict.fromkeys(pool["resource"] for pool in facts["pools"] if pool["resource"] != "full")
 
     asked, matched = counters["request_tokens"], counters["matched_tokens"]
     rate = f"{100 * matched / asked:.1f} %" if asked else "none yet"
@@ -438,10 +444,15 @@ def _show_status(facts: dict[str, Any]) -> None:
         parts = [("device", matched - host), ("host", host - below), ("third tier", below)]
         told = ", ".join(f"{count:,} on the {tier}" for tier, count in parts if count)
         console.print(f"hits      of {asked:,} tokens {matched:,}: {told}", soft_wrap=True)
-    for tier, kept in (("device", "demoted"), ("host", "unbacked"))[: len(facts["pools"])]:
+    for tier, kept in (("device", "demoted"), ("host", "unbacked"))[: len(tiers)]:
         names = (f"evicted_{tier}_pages", f"{kept}_pages", f"cleared_{tier}_pages")
         evicted, moved, cleared = (counters[name] for name in names)
         console.print(f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {cleared:,} cleared")
+    for companion in companions:
+        prefix = f"{companion}_"
+        own = [(key.removeprefix(prefix), count) for key, count in counters.items() if key.startswith(prefix)]
+        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in own)
+        console.print(f"{companion:<9} {told}", soft_wrap=True)
     for lane in facts["copies"]:
         oldest = f", the oldest for {lane['oldest_s']:.1f} s" if lane["in_flight"] else ""
         failed = f", {lane['failed']:,} failed" if lane["failed"] else ""
@@ -452,7 +463,7 @@ def _show_status(facts: dict[str, Any]) -> None:
     for tier, there in facts["memory"].items():
         if there["ready_bytes"] < there["bytes"]:
             console.print(f"memory    {tier.lower()}: {_bytes(there['ready_bytes'])} of {_bytes(there['bytes'])} ready")
-    if len(facts["pools"]) > 1:
+    if len(tiers) > 1:
         console.print(
             f"backups   {counters['backup_pages']:,} pages to the host, {counters['backup_pages_skipped']:,} found "
             f"no room; {counters['backups_retried']:,} paths sent later, {counters['backups_failed']:,} failed",
@@ -652,6 +663,11 @@ def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float
     help="So many requests a second at most; by default as fast as the clients can.",
 )
 @click.option(
+    "--kind",
+    type=click.Choice(("swa", "mamba", "unified")),
+    help="Of a model with a sliding window, with states, or with both: start a small daemon for it, or take one such.",
+)
+@click.option(
     "--set",
     "settings",
     multiple=True,
@@ -668,6 +684,7 @@ def replay(
     verify: bool,
     max_output: int,
     rate: float | None,
+    kind: str | None,
     settings: tuple[str, ...],
     as_json: bool,
 ) -> int:
@@ -676,14 +693,18 @@ def replay(
     At the end a mirror built from the event stream must equal the index, tier by tier. Exits 1 if a page's bytes are
     wrong or the mirror differs. In pools that hold less than what the trace comes back to, hits are the lower tiers':
     --set pool.num_tokens=65536, --set host.num_tokens=131072, and a third tier of [storage].
+
+    With --kind each hit must have the bytes of exactly its prefix in every resource: all pages of full attention, the
+    last ones of a window, and the state that it ends with. The hit rate is told for each alone, too.
     """
     from sglcache.bench import replay as work
 
     if settings and (socket is not None or rank is not None):
         raise click.UsageError("--set starts a daemon; it goes without --socket and --rank")
-    with work.trace_file(trace) as file, work.serving(settings) as own:
+    named = socket is not None or rank is not None
+    with work.trace_file(trace) as file, work.serving(settings, None if named else kind) as own:
         served = own or targets_of(socket, rank)[0].socket
-        options = work.Options(file, limit, clients, verify, max_output, served, rate)
+        options = work.Options(file, limit, clients, verify, max_output, served, rate, kind)
         with _progress(work.num_requests(file, limit)) as advance:
             report = work.replay(options, advance)
     report.trace = str(trace) if trace is not None else "made up"
