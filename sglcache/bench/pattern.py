@@ -1,9 +1,10 @@
-"""The bytes that a runner which computes nothing writes in place of KV, so that any misplaced page is noticed.
+"""The bytes that a runner which computes nothing writes in place of KV, so that any misplaced page or state is noticed.
 
 What a token's KV is is a function of its id, its position, the layer, K or V, the shard, and the place within the
 row. So a page that holds another prefix's tokens, or the right ones at another position, or another layer's, or one
 that a copy has put elsewhere, or half of one, does not match. One function makes them, for writing and for checking;
-it works on whole runs of tokens, and there is no Python per token.
+it works on whole runs of tokens, and there is no Python per token. A state's bytes are a function of all tokens before
+it, the layer, the array, the shard, and the place within the array.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.unsignedinteger[Any]]
@@ -40,7 +42,8 @@ class Pattern:
     def __init__(self, layers: Sequence[Sequence[Bytes]], part: int = 0) -> None:
         """`layers`: of each layer its planes, uint8 [num_pages, page_size, bytes of a token], the mapped pool.
 
-        `part`: what tells this shard's bytes from other shards'; of replicas it is the same.
+        `part`: what tells this shard's bytes from other shards', and those of one resource from another's; of replicas
+        it is the same.
         """
         self.page_size = layers[0][0].shape[1]
         self._planes = [
@@ -85,6 +88,55 @@ class Pattern:
         positions = np.arange(start, stop)
         pages, offsets = np.divmod(positions, self.page_size)
         return slots[pages], offsets
+
+
+class WrongState(NamedTuple):
+    """The first byte of a state that is not as it was written."""
+
+    layer: int
+    array: int  # of the layer
+    byte: int
+
+
+class StatePattern:
+    """Writes and checks states in one shard's pool."""
+
+    def __init__(self, layers: Sequence[Sequence[Bytes]], part: int = 0) -> None:
+        """`layers`: of each layer its arrays, uint8 [num_slots, bytes of it], the mapped pool; `part` as above."""
+        self._arrays = [
+            (layer, number, array, np.uint32((16 * layer + number + 1 + (part << 16)) * int(_PLANE) & 0xFFFFFFFF))
+            for layer, arrays in enumerate(layers)
+            for number, array in enumerate(arrays)
+        ]
+        widest = max(array.shape[1] for _, _, array, _ in self._arrays)
+        self._places = np.arange(-(-widest // 4), dtype=np.uint32) * _ROW
+
+    def write(self, slot: int, tokens: npt.NDArray[np.uint32]) -> None:
+        """The state behind these tokens, all of a sequence's first."""
+        seeds = _seeds(tokens)
+        for _, _, array, own in self._arrays:
+            array[slot] = self._bytes(seeds, own, array.shape[1])
+
+    def check(self, slot: int, tokens: npt.NDArray[np.uint32]) -> WrongState | None:
+        """The first byte that is not as it was written behind these tokens; None if all are."""
+        seeds = _seeds(tokens)
+        for layer, number, array, own in self._arrays:
+            wrong = array[slot] != self._bytes(seeds, own, array.shape[1])
+            if wrong.any():
+                return WrongState(layer, number, int(wrong.argmax()))
+        return None
+
+    def _bytes(self, seeds: npt.NDArray[np.uint32], own: np.uint32, num_bytes: int) -> Bytes:
+        words = (self._places[: -(-num_bytes // 4)] ^ seeds[0]) * _TOKEN
+        words ^= seeds[1] ^ own
+        words ^= words >> np.uint32(16)
+        words *= _MIX
+        made: Bytes = words.view(np.uint8)[:num_bytes]
+        return made
+
+
+def _seeds(tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(xxhash.xxh3_64_digest(tokens.tobytes()), np.uint32)
 
 
 class _Plane:

@@ -2,10 +2,13 @@
 
 Each request: acquire the prompt (all but its last token may match), wait for what is loaded from the host, check the
 matched pages' bytes if asked to, write every fresh page, commit in chunks, extend by the output, commit, release.
+Of a daemon with a window or states the prompt's pages are had chunk by chunk, and a state is committed at the end of a
+chunk: at multiples of the daemon's interval, at the depth where full attention's KV would have gone on matching, and at
+the prompt's and the output's last whole page. Half of the requests keep window pages of the last chunk's end alone.
 The requests are dealt out in turn, so a conversation's prefix is mostly another process's work. Beside it a mirror
 follows the event stream as a router does; at the end it must equal the index, tier by tier.
 
-Nothing is simulated but the model: instead of KV each token's rows get `pattern`'s bytes.
+Nothing is simulated but the model: instead of KV and states there are `pattern`'s bytes.
 """
 
 from __future__ import annotations
@@ -34,12 +37,13 @@ import numpy.typing as npt
 import xxhash
 
 from sglcache.bench import trace as traces
+from sglcache.bench.contents import Checked, Contents, WrongContents
 from sglcache.bench.daemon import Daemon
-from sglcache.bench.pattern import Pattern
 from sglcache.client import Client, Lease
+from sglcache.client.client import Tokens
 from sglcache.client.mirror import Curve, Fact, Mirror
 from sglcache.config import load
-from sglcache.errors import Changed, NoSpace, SglcacheError, Unavailable
+from sglcache.errors import Changed, ConfigError, NoSpace, SglcacheError, Unavailable
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared
 
@@ -54,6 +58,29 @@ EVENT_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 SHOWN = 5  # hashes of a difference that are told
 
 
+class Kind(NamedTuple):
+    """Of a tree: the companions of full attention's KV, and a small daemon that has them."""
+
+    companions: tuple[str, ...]
+    settings: tuple[str, ...]
+
+
+_FULL = ("pool.num_tokens=65536", "host.num_tokens=131072")
+_WINDOW = ("window.size=128", "window.num_layers=2", "window.num_tokens=16384", "window.host_tokens=32768")
+_MAMBA = (
+    "mamba.num_layers=2",
+    'mamba.states=[{name="conv",shape=[64,4],dtype="bfloat16"},{name="ssm",shape=[8,16,16],dtype="float32"}]',
+    "mamba.num_slots=64",
+    "mamba.host_slots=128",
+    "mamba.interval=1024",
+)
+KINDS = {
+    "swa": Kind(("window",), (*_FULL, *_WINDOW)),
+    "mamba": Kind(("mamba",), (*_FULL, *_MAMBA)),
+    "unified": Kind(("window", "mamba"), (*_FULL, *_WINDOW, *_MAMBA)),
+}
+
+
 class Options(NamedTuple):
     """What a replay is told."""
 
@@ -64,6 +91,7 @@ class Options(NamedTuple):
     max_output_tokens: int = 512  # longer outputs are cut
     socket: Path | None = None  # None: found by the rule of sglcache.paths
     rate: float | None = None  # requests a second at most, of all clients together; None: as fast as they can
+    kind: str | None = None  # one of KINDS that the daemon must be of; None: whatever it is
 
 
 class Done(NamedTuple):
@@ -74,12 +102,40 @@ class Done(NamedTuple):
     matched_tokens: int
     host_tokens: int  # of the matched, those from the host
     shared_tokens: int  # matched and surely not written by this client; a lower bound
-    verified_tokens: int
+    reaches: tuple[int, ...]  # what each resource would have matched, as `Lease.reaches`
+    verified: Checked
     duplicate_pages: int
+    num_states: int  # committed
     num_commands: int
     num_waits: int  # tries that found no room
     was_cut: bool  # the prompt is longer than the pool
     acquire_s: float
+
+
+@dataclass
+class _Work:
+    """A request under way: what it is, and what came of it so far, over all leases that it needed."""
+
+    index: int
+    prompt: npt.NDArray[np.uint32]
+    tokens: npt.NDArray[np.uint32]  # the prompt, and the output behind it
+    matched_tokens: int = 0  # by the first lease: a later one finds what this request has committed
+    host_tokens: int = 0
+    reaches: tuple[int, ...] = ()
+    acquire_s: float = 0.0
+    verified: Checked = field(default_factory=Checked)
+    duplicates: int = 0
+    num_states: int = 0
+    num_commands: int = 0
+
+    def begin(self, lease: Lease, acquire_s: float) -> None:
+        self.num_commands += 2  # this, and the release
+        if not self.reaches:
+            self.matched_tokens, self.host_tokens = lease.matched_tokens, lease.host_tokens
+            self.reaches, self.acquire_s = lease.reaches, acquire_s
+
+    def add(self, checked: Checked) -> None:
+        self.verified = Checked(*map(sum, zip(self.verified, checked, strict=True)))
 
 
 class Problem(NamedTuple):
@@ -116,8 +172,12 @@ class Report:
     host_tokens: int = 0
     third_tokens: int = 0  # of these, what came there from the third tier while an acquire waited
     shared_tokens: int = 0
+    reach_tokens: dict[str, int] = field(default_factory=dict)  # by resource, what it would have matched
     verified_tokens: int = 0
+    verified_window_tokens: int = 0
+    verified_states: int = 0
     duplicate_pages: int = 0
+    states: int = 0  # committed
     commands: int = 0
     waits: int = 0
     cut_requests: int = 0  # whose prompts are longer than the pool: only so much of them was done
@@ -135,6 +195,11 @@ class Report:
         return self.matched_tokens / self.input_tokens if self.input_tokens else 0.0
 
     @property
+    def reach_rates(self) -> dict[str, float]:
+        """By resource, the hit rate that there would be if all else were always there; of full KV, and each with it."""
+        return {name: tokens / self.input_tokens for name, tokens in self.reach_tokens.items() if self.input_tokens}
+
+    @property
     def hit_tokens(self) -> dict[str, int]:
         """By the tier that they were found in."""
         return {
@@ -148,7 +213,7 @@ class Report:
         return self.commands / self.wall_s if self.wall_s else 0.0
 
     def to_json(self) -> str:
-        names = ("hit_rate", "hit_tokens", "ops_per_s", "ok")
+        names = ("hit_rate", "hit_tokens", "reach_rates", "ops_per_s", "ok")
         return json.dumps({**asdict(self), **{name: getattr(self, name) for name in names}})
 
     @property
@@ -156,14 +221,19 @@ class Report:
         return not self.problems
 
     def add(self, done: Done) -> None:
+        for name, tokens in zip(self.reach_tokens, done.reaches, strict=True):
+            self.reach_tokens[name] += tokens
         self.requests += 1
         self.input_tokens += done.input_tokens
         self.output_tokens += done.output_tokens
         self.matched_tokens += done.matched_tokens
         self.host_tokens += done.host_tokens
         self.shared_tokens += done.shared_tokens
-        self.verified_tokens += done.verified_tokens
+        self.verified_tokens += done.verified.tokens
+        self.verified_window_tokens += done.verified.window_tokens
+        self.verified_states += done.verified.states
         self.duplicate_pages += done.duplicate_pages
+        self.states += done.num_states
         self.commands += done.num_commands
         self.waits += done.num_waits
         self.cut_requests += done.was_cut
@@ -188,16 +258,12 @@ def client_main(number: int, options: Options, pipe: Connection) -> None:
         pipe.send(None)
     except SglcacheError as exc:
         pipe.send(Problem(f"client {number}: error[{exc.code}]: {exc.message}"))
-    except VerifyError as exc:
+    except WrongContents as exc:
         pipe.send(Problem(f"client {number}: {exc}"))
     except (EOFError, BrokenPipeError):
         pass  # the parent is gone
     except Exception:
         pipe.send(Problem(f"client {number}: {traceback.format_exc()}"))
-
-
-class VerifyError(Exception):
-    """The cache gave what it must not give."""
 
 
 class Runner:
@@ -209,74 +275,103 @@ class Runner:
         self.options = options
         self.page_size = geometry.page_size
         self.most_tokens = geometry.num_pages * geometry.page_size
-        self.patterns = [Pattern(view.layers, view.shard // geometry.num_replicas) for view in cache.pools]
+        self.contents = Contents(cache)
+        self.interval = cache.mamba.interval if cache.mamba is not None else 0
         self.own: set[int] = set()  # hashes of the prefixes that this client has committed, every SHARED_UNIT tokens
 
     def run(self, index: int, request: traces.Request) -> Done:
-        """One request, start to end. VerifyError: the bytes of a page are not those of its tokens."""
+        """One request, start to end. WrongContents: the bytes of a page or a state are not those of its tokens.
+
+        Where there is no room, what it has is given back, and it begins anew: what it has committed it may find.
+        """
         prompt = request.tokens[: self.most_tokens - self.page_size]
         output = outputs(index, min(request.output_tokens, self.options.max_output_tokens))
         output = output[: self.most_tokens - len(prompt)]
-        tokens = np.concatenate([prompt, output])
-        lease, acquire_s, waits = self._acquire(prompt, len(output))
-        with lease:
-            matched = lease.matched_tokens
-            lease.wait_loaded()
-            verified = self._verify(index, "matched", lease, tokens, matched)
-            duplicates = commits = 0
-            for start in range(matched, len(prompt), CHUNK_TOKENS):
-                stop = min(start + CHUNK_TOKENS, len(prompt))
-                self._write(lease, tokens, start, stop)
-                duplicates += lease.commit(stop).num_duplicates
-                commits += 1
-            if len(output):
-                lease.extend(output)
-                self._write(lease, tokens, len(prompt), len(tokens))
-                duplicates += lease.commit().num_duplicates
-                commits += 1
-            if duplicates:  # others' pages took the place of ours
-                verified += self._verify(
-                    index, "committed", lease, tokens, len(tokens) // self.page_size * self.page_size
-                )
-        shared = matched - self._known(tokens[:matched])
-        self._remember(tokens)
-        return Done(
-            len(prompt), len(output), matched, lease.host_tokens, max(0, shared), verified, duplicates,
-            num_commands=2 + commits + bool(len(output)), num_waits=waits,
-            was_cut=len(prompt) < len(request.tokens), acquire_s=acquire_s,
-        )  # fmt: skip
-
-    def _acquire(self, prompt: npt.NDArray[np.uint32], reserve: int) -> tuple[Lease, float, int]:
-        """The lease, the seconds of the call that got it, and how often there was no room before."""
         pause, give_up = FIRST_WAIT_S, time.monotonic() + GIVE_UP_S
-        for waits in range(1 << 30):
+        work = _Work(index, prompt, np.concatenate([prompt, output]))
+        waits = 0
+        while True:
             started = time.perf_counter()
             try:
-                lease = self.cache.acquire(prompt, limit=len(prompt) - 1, reserve=reserve)
+                with self._acquire(prompt, len(output)) as lease:
+                    work.begin(lease, time.perf_counter() - started)
+                    self._serve(work, lease)
+                break
             except NoSpace:
                 if time.monotonic() > give_up:
                     raise
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, LAST_WAIT_S)
-            else:
-                return lease, time.perf_counter() - started, waits
-        raise AssertionError("unreachable")
+                waits += 1
+        tokens, matched = work.tokens, work.matched_tokens
+        shared = matched - self._known(tokens[:matched])
+        self._remember(tokens)
+        return Done(
+            len(prompt), len(output), matched, work.host_tokens, max(0, shared), work.reaches, work.verified,
+            work.duplicates, work.num_states, num_commands=work.num_commands, num_waits=waits,
+            was_cut=len(prompt) < len(request.tokens), acquire_s=work.acquire_s,
+        )  # fmt: skip
 
-    def _write(self, lease: Lease, tokens: npt.NDArray[np.uint32], start: int, stop: int) -> None:
-        for pattern in self.patterns:
-            pattern.write(lease.slots, tokens, start, stop)
+    def _acquire(self, prompt: npt.NDArray[np.uint32], reserve: int) -> Lease:
+        limit = len(prompt) - 1
+        if self.cache.companions:
+            return self.cache.acquire(prompt, limit=limit, room=CHUNK_TOKENS, states=int(self.cache.keeps_states))
+        return self.cache.acquire(prompt, limit=limit, reserve=reserve)
 
-    def _verify(self, index: int, what: str, lease: Lease, tokens: npt.NDArray[np.uint32], upto: int) -> int:
-        if not self.options.verify:
-            return 0
-        for shard, pattern in enumerate(self.patterns):
-            if (wrong := pattern.check(lease.slots, tokens, 0, upto)) is not None:
-                raise VerifyError(
-                    f"request {index}: {what} page {wrong.position // self.page_size} (slot {wrong.slot}) does not "
-                    f"hold token {wrong.token} at position {wrong.position}: "
-                    f"shard {shard}, layer {wrong.layer}, {self.cache.geometry.planes[wrong.plane].name}"
-                )
-        return upto
+    def _serve(self, work: _Work, lease: Lease) -> None:
+        """The request's journey on a lease that it has just got."""
+        tokens, prompt = work.tokens, work.prompt
+        lease.wait_loaded()
+        if self.options.verify:
+            work.add(self._checked(work, lambda: self.contents.check_match(lease, tokens)))
+        at, duplicates = lease.matched_tokens, work.duplicates
+        for stop in self._stops(at, len(prompt), lease.reaches[0]):
+            self._make_room(work, lease, stop)
+            self.contents.write(lease, tokens, at, stop)
+            self._commit(work, lease, at, stop)
+            at = stop
+        if len(tokens) > len(prompt):
+            self._make_room(work, lease, len(tokens), tokens[len(prompt) :])
+            self.contents.write(lease, tokens, at, len(tokens))
+            self._commit(work, lease, at, len(tokens))
+        if work.duplicates > duplicates and self.options.verify:  # others' pages took the place of ours
+            whole = len(tokens) // self.page_size * self.page_size
+            work.add(self._checked(work, lambda: self.contents.check_pages("committed", lease, tokens, whole)))
+
+    def _stops(self, start: int, stop: int, branch: int) -> list[int]:
+        """Where the chunks of tokens[start:stop] end."""
+        stops = {*range(start + CHUNK_TOKENS, stop, CHUNK_TOKENS), stop}
+        if self.cache.keeps_states:
+            stops |= {*range(start - start % self.interval, stop, self.interval), branch, stop - stop % self.page_size}
+        return sorted(each for each in stops if start < each <= stop)
+
+    def _make_room(self, work: _Work, lease: Lease, stop: int, more: Tokens = ()) -> None:
+        """Pages for the first `stop` tokens, `more` of them new to the lease, and a slot for the state behind them."""
+        states = int(lease.mamba is not None and not len(lease.mamba.slots))
+        if len(more) or states or len(lease.slots) * self.page_size < stop:
+            lease.extend(more, upto=stop, states=states)
+            work.num_commands += 1
+
+    def _commit(self, work: _Work, lease: Lease, before: int, stop: int) -> None:
+        """What tokens[:stop] leave, `before` of which had been committed."""
+        states: list[tuple[int, int]] = []
+        whole = stop - stop % self.page_size
+        if lease.mamba is not None and whole > before:
+            slot = int(lease.mamba.slots[0])
+            self.contents.write_state(slot, work.tokens[:whole])
+            states.append((whole, slot))
+        floor = None
+        if self.cache.window is not None and work.index % 2:
+            floor = max(0, stop - self.cache.window.tokens)
+        work.duplicates += lease.commit(stop, states=states, floor=floor).num_duplicates
+        work.num_states += len(states)
+        work.num_commands += 1
+
+    def _checked(self, work: _Work, check: Callable[[], Checked]) -> Checked:
+        try:
+            return check()
+        except WrongContents as exc:
+            raise WrongContents(f"request {work.index}: {exc}") from None
 
     def _prefixes(self, tokens: npt.NDArray[np.uint32]) -> Iterator[int]:
         seed = 0
@@ -353,6 +448,13 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
     report = Report(str(options.trace), options.num_clients)
     with contextlib.ExitStack() as stack:
         observer = stack.enter_context(Client(options.socket, role="observer", name="replay"))
+        if options.kind is not None and observer.companions != KINDS[options.kind].companions:
+            raise ConfigError(
+                f"the daemon at {observer.socket} has {' and '.join(('full', *observer.companions))}, and --kind "
+                f"{options.kind} is {' and '.join(('full', *KINDS[options.kind].companions))}; without --socket and "
+                f"--rank one is started for it"
+            )
+        report.reach_tokens = dict.fromkeys(("full", *observer.companions), 0)
         facts = observer.status()
         stream = facts["stream"]
         watcher = None
@@ -502,11 +604,12 @@ def quantile(values: list[float], q: float) -> float:
 
 
 @contextlib.contextmanager
-def serving(settings: Sequence[str]) -> Iterator[Path | None]:
-    """The socket of a daemon of its own, configured so, for as long as the block lasts; None without settings.
-
-    ConfigError: the settings are not right.
+def serving(settings: Sequence[str], kind: str | None = None) -> Iterator[Path | None]:
+    """The socket of a daemon of its own, of this kind and configured so, for as long as the block lasts; None without
+    both. ConfigError: the settings are not right.
     """
+    if kind is not None:
+        settings = [*KINDS[kind].settings, *settings]
     if not settings:
         yield None
         return
@@ -581,8 +684,17 @@ def describe(report: Report) -> str:
     ]
     if report.cut_requests:
         lines.append(("cut", f"{report.cut_requests:,} prompts are longer than the pool, and were cut to it"))
+    if len(report.reach_tokens) > 1:
+        reaches = [f"{name} {share(tokens, report.input_tokens)}" for name, tokens in report.reach_tokens.items()]
+        lines.append(("reach", f"of the tokens in: {', '.join(reaches)}, each with full KV"))
+    if report.states:
+        lines.append(("states", f"{report.states:,} were committed"))
     if report.verified_tokens:
-        lines.append(("verified", f"the bytes of {report.verified_tokens:,} tokens in pages of the cache"))
+        windows = f", {report.verified_window_tokens:,} of them of the window" if report.verified_window_tokens else ""
+        states = f", and {report.verified_states:,} states" if report.verified_states else ""
+        lines.append(
+            ("verified", f"the bytes of {report.verified_tokens:,} tokens in pages of the cache{windows}{states}")
+        )
     if report.events:
         kinds = ", ".join(f"{report.events.get(kind, 0):,} {kind}" for kind in EVENT_KINDS)
         size = f"{report.batches:,} batches, {report.payload_bytes / 1e6:,.1f} MB"

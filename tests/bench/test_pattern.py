@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglcache.bench.pattern import Bytes, Pattern
+from sglcache.bench.pattern import Bytes, Pattern, StatePattern
 
 TOKENS = np.arange(1000, 1080, dtype=np.uint32)
 SLOTS = np.array([7, 2, 5, 0, 3], dtype=np.int32)
@@ -89,3 +89,46 @@ def test_any_rows_will_do(rows: tuple[int, ...]) -> None:
     pattern.write(slots, TOKENS, 0, 32)
     assert pattern.check(slots, TOKENS, 0, 32) is None
     assert pattern.check(slots, TOKENS + np.uint32(1), 0, 32) is not None
+
+
+# -- states ------------------------------------------------------------------------------------------------
+
+
+def arrays(num_layers: int = 3, sizes: tuple[int, ...] = (30, 64)) -> list[list[Bytes]]:
+    """Of eight slots, in one buffer, a slot after the other: as a runner maps them."""
+    buffer = np.zeros((8, num_layers, sum(sizes)), np.uint8)
+    ends = np.cumsum(sizes)
+    return [
+        [buffer[:, layer, end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        for layer in range(num_layers)
+    ]
+
+
+def test_a_state_is_of_all_the_tokens_before_it_and_of_its_slot_alone() -> None:
+    slots = arrays()
+    pattern = StatePattern(slots)
+    pattern.write(5, TOKENS)
+    assert pattern.check(5, TOKENS) is None
+    assert pattern.check(4, TOKENS) is not None
+    for other in (TOKENS[:-1], TOKENS[1:], TOKENS[::-1]):
+        assert pattern.check(5, other) is not None
+    pattern.write(4, TOKENS[:-1])
+    assert pattern.check(5, TOKENS) is None, "another slot was written"
+
+
+def test_one_changed_byte_of_a_state_is_noticed_with_its_layer_and_array() -> None:
+    slots = arrays()
+    pattern = StatePattern(slots)
+    pattern.write(5, TOKENS)
+    slots[2][1][5, 63] ^= 1
+    assert pattern.check(5, TOKENS) == (2, 1, 63)
+    slots[2][0][5, 29] ^= 1
+    assert pattern.check(5, TOKENS) == (2, 0, 29), "the first array that is wrong"
+
+
+def test_layers_arrays_and_parts_of_states_all_differ() -> None:
+    slots, other = arrays(sizes=(32, 32)), arrays(sizes=(32, 32))
+    StatePattern(slots).write(5, TOKENS)
+    StatePattern(other, part=1).write(5, TOKENS)
+    rows = [array[5].tobytes() for layer in (*slots, *other) for array in layer]
+    assert len(set(rows)) == len(rows) == 12
