@@ -540,7 +540,9 @@ def test_a_daemon_without_companions_says_so_and_a_lease_has_none(client: Client
             with pytest.raises(BadRequest, match=r"^states: this daemon keeps none.*\[mamba\]") as caught:
                 wrong()
             assert caught.value.facts["argument"] == "states"
-        lease.commit(states=[], floor=len(TOKENS))
+        lease.commit(states=[])
+        with pytest.raises(BadRequest, match="floor"):
+            lease.commit(floor=len(TOKENS))
     with client.acquire(TOKENS) as lease:
         assert lease.reaches == (lease.matched_tokens,) == client.peek(TOKENS).reaches
 
