@@ -115,6 +115,33 @@ def policy(choose: Chooser, page_size: int, name: str | None = None) -> Policy:
     )
 
 
+def prompt(
+    choose: Chooser, earlier: Sequence[tuple[Namespace, bytes]], page_size: int, most: int
+) -> tuple[Namespace, bytes]:
+    """A sequence of `most` pages at most that begins, mostly, as an earlier one did, and leaves it anywhere."""
+    size = page_size
+    if earlier and not choose.integer(0, 3):
+        return choose.item(earlier)
+    if earlier and choose.integer(0, 3):
+        namespace, base = choose.item(earlier[-24:])
+        if not choose.integer(0, 5):
+            namespace = choose.item(NAMESPACES)
+        keep = choose.integer(0, len(base) // TOKEN_BYTES)
+        if choose.integer(0, 1):
+            keep -= keep % size
+        base = base[: keep * TOKEN_BYTES]
+    else:
+        namespace, base = choose.item(NAMESPACES) if not choose.integer(0, 2) else ROOT, b""
+    more = choose.integer(0, 4) * size + choose.integer(0, size)
+    if choose.integer(0, 2):
+        tail = [choose.item(TOKENS)] * more  # repeated tokens: equal pages at different depths
+    else:
+        tail = [choose.item(TOKENS) for _ in range(min(more, 8))]
+        tail += [tail[-1] if tail else 1] * (more - len(tail))
+    key = (base + b"".join(token.to_bytes(4, "little") for token in tail))[: most * size * TOKEN_BYTES]
+    return namespace, key or b"\x01\x00\x00\x00"
+
+
 class Program:
     """A rig and what may be done to it. `step` does one thing that makes sense now."""
 
@@ -190,28 +217,7 @@ class Program:
         ]
 
     def prompt(self, choose: Chooser, most: int) -> tuple[Namespace, bytes]:
-        """A sequence that begins, mostly, as an earlier one did, and leaves it anywhere."""
-        size = self.rig.page_size
-        if self.prompts and not choose.integer(0, 3):
-            return choose.item(self.prompts)
-        if self.prompts and choose.integer(0, 3):
-            namespace, base = choose.item(self.prompts[-24:])
-            if not choose.integer(0, 5):
-                namespace = choose.item(NAMESPACES)
-            keep = choose.integer(0, len(base) // TOKEN_BYTES)
-            if choose.integer(0, 1):
-                keep -= keep % size
-            base = base[: keep * TOKEN_BYTES]
-        else:
-            namespace, base = choose.item(NAMESPACES) if not choose.integer(0, 2) else ROOT, b""
-        more = choose.integer(0, 4) * size + choose.integer(0, size)
-        if choose.integer(0, 2):
-            tail = [choose.item(TOKENS)] * more  # repeated tokens: equal pages at different depths
-        else:
-            tail = [choose.item(TOKENS) for _ in range(min(more, 8))]
-            tail += [tail[-1] if tail else 1] * (more - len(tail))
-        key = (base + b"".join(token.to_bytes(4, "little") for token in tail))[: most * size * TOKEN_BYTES]
-        return namespace, key or b"\x01\x00\x00\x00"
+        return prompt(choose, self.prompts, self.rig.page_size, most)
 
     # -- actions --------------------------------------------------------------------------------------
 

@@ -1,0 +1,1427 @@
+"""Indexes whose layers keep a full KV, a window of it, or one state: a flat model, an oracle of matching, and memory.
+
+Nothing here knows a tree. A page is named by its namespace and all tokens up to its end, a state by the last page of
+what it is the state of, and a slot's content is that name: so a hit is right if and only if each slot of it holds the
+name that it should. What is present in each (resource, tier) is looked at after every command, expanded to pages; what
+came must have come by a commit or a copy, with the very slot that the model says; what is held must have stayed. What
+a match is, is worked out page by page from what is present, and is compared with every peek and acquire.
+
+`Hybrid` is one index and its world. Every method of it is one turn of a server's loop, and ends with `check`. Runners
+do what a correct runner may: they scribble over what is theirs as soon as they have it and until they are dead, write
+the right names at the last moment, and read what they may read until the last moment, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from sglcache.core import invariants
+from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Share, Wake
+from sglcache.core.index import Index, IndexConfig
+from sglcache.core.key import ROOT, Namespace
+from sglcache.errors import BadRequest, Busy, Changed, NoSpace, SglcacheError, TransferError
+from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
+from sglcache.testing.subscriber import Subscriber
+from sglcache.units import LeaseId, SessionId, TicketId, Tier
+from sglcache.wire.control import Extension
+
+T = TypeVar("T")
+
+FULL = 0  # the first resource
+DEVICE, HOST = 0, 1  # tiers
+Places = dict[Page, int]  # what is present -> its slot
+
+
+def unpack(slots: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(slots, "<i4").tolist()
+    return found
+
+
+def pack(tokens: Iterable[int]) -> bytes:
+    return np.array(list(tokens), "<u4").tobytes()
+
+
+class Kind(NamedTuple):
+    """A resource as the model needs it."""
+
+    name: str
+    by_end: bool
+    window: int  # pages; of what is by end, nothing
+    total: tuple[int, int]  # slots by tier
+
+
+# -- what there is ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shown:
+    """A node, expanded to pages."""
+
+    pages: tuple[Page, ...]
+    present: tuple[bool, ...]  # by cell, ready or on its way
+    locks: tuple[int, ...]  # by cell
+    writing: bool
+    is_leaf: bool = True
+
+
+@dataclass
+class Seen:
+    """Everything that is present, by cell; see `core` for their numbers. A state is where its last page is."""
+
+    ready: list[Places]
+    writing: list[Places]
+    locked: list[set[Page]]
+    nodes: list[Shown]
+
+    def unlocked(self, c: int) -> set[Page]:
+        """What could be evicted."""
+        return self.ready[c].keys() - self.locked[c]
+
+
+def look(index: Index, book: Book, kinds: Sequence[Kind], num_tiers: int) -> Seen:
+    """The one look behind the index's face."""
+    cells = len(kinds) * num_tiers
+    seen = Seen([{} for _ in range(cells)], [{} for _ in range(cells)], [set() for _ in range(cells)], [])
+    last: dict[object, tuple[Page, Shown]] = {}
+    for node in index.tree.nodes():
+        above = last.get(node.parent)
+        pages = book.path(node.space.namespace, node.key, above[0] if above else None)
+        shown = Shown(
+            pages,
+            tuple(node.cells[c] is not None for c in range(cells)),
+            tuple(node.cells[cells + c] for c in range(cells)),
+            node.writing != 0,
+        )
+        if above:
+            above[1].is_leaf = False
+        last[node] = pages[-1], shown
+        seen.nodes.append(shown)
+        for c in range(cells):
+            if node.cells[c] is None:
+                continue
+            slots = unpack(node.cells[c])
+            names = pages[-1:] if kinds[c // num_tiers].by_end else pages
+            assert len(slots) == len(names), f"{node!r}, cell {c}: {len(slots)} slots for {len(names)}"
+            places = seen.writing[c] if node.writing >> c & 1 else seen.ready[c]
+            for page, slot in zip(names, slots, strict=True):
+                assert page not in places, f"{page} is in two nodes"
+                places[page] = slot
+            if node.cells[cells + c]:
+                seen.locked[c].update(names)
+    return seen
+
+
+# -- what a match is --------------------------------------------------------------------------------------------------
+
+
+class Reached(NamedTuple):
+    """In pages."""
+
+    matched: int  # where all agree, on the device and the host together
+    device: int  # where all agree, on the device alone
+    on_device: int  # pages of Full on the device, of the path
+    reaches: tuple[int, ...]  # Full alone, then each companion with Full
+
+
+class Oracle:
+    """What a match is, by the rule of each resource as it is written down, page by page."""
+
+    def __init__(self, kinds: Sequence[Kind], num_tiers: int) -> None:
+        self.kinds = kinds
+        self.num_tiers = num_tiers
+
+    def has(self, seen: Seen, r: int, page: Page, tiers: Sequence[int]) -> bool:
+        return any(page in seen.ready[r * self.num_tiers + t] for t in tiers)
+
+    def may_end(self, seen: Seen, r: int, path: Sequence[Page], n: int, tiers: Sequence[int]) -> bool:
+        """Whether companion r lets a match end behind n pages."""
+        kind = self.kinds[r]
+        first = n - 1 if kind.by_end else n - min(kind.window, n)
+        return all(self.has(seen, r, page, tiers) for page in path[max(0, first) : n])
+
+    def reach(self, seen: Seen, path: Sequence[Page]) -> Reached:
+        tiers = range(self.num_tiers)
+        companions = range(1, len(self.kinds))
+        on_device = 0
+        while on_device < len(path) and path[on_device] in seen.ready[FULL]:
+            on_device += 1
+        full = on_device
+        while full < len(path) and self.has(seen, FULL, path[full], tiers[HOST:]):
+            full += 1
+
+        def longest(most: int, which: Iterable[int], tiers: Sequence[int]) -> int:
+            return max(n for n in range(most + 1) if all(self.may_end(seen, r, path, n, tiers) for r in which))
+
+        return Reached(
+            longest(full, companions, tiers),
+            longest(on_device, companions, [DEVICE]),
+            on_device,
+            (full, *(longest(full, [r], tiers) for r in companions)),
+        )
+
+    def is_useful(self, seen: Seen, node: Shown) -> bool:
+        """Whether a match can end in this node."""
+        path = ancestry(node.pages[-1])
+        tiers = range(self.num_tiers)
+        return any(
+            all(self.may_end(seen, r, path, n, tiers) for r in range(1, len(self.kinds)))
+            for n in range(len(path) - len(node.pages) + 1, len(path) + 1)
+        )
+
+
+# -- what runners have ------------------------------------------------------------------------------------------------
+
+
+class End(NamedTuple):
+    """A state that a commit brings."""
+
+    resource: int
+    pages: int  # of which it is the state
+    slot: int
+
+
+@dataclass(eq=False)
+class Sent:
+    """A commit or release, in its session's order."""
+
+    lease: Lease
+    ticket: int
+    request: int
+    release: bool
+    pages: int = 0  # of a commit
+    ends: tuple[End, ...] = ()
+    floor: int | None = None  # tokens
+    seen: int = 0
+    discard: bool = False
+    issued: bool = False
+    dropped: bool = False  # a commit that a discarding release overtook
+    done: set[int] = field(default_factory=set)  # shards
+
+    def __repr__(self) -> str:
+        what = "release" if self.release else f"commit of {self.pages} pages, states {self.ends}, floor {self.floor}"
+        return f"<{what}, ticket {self.ticket} of lease {self.lease.number}, sent {self.issued}, done {self.done}>"
+
+
+class Duplicate(NamedTuple):
+    """A slot of a lease's own that the tree did not want; the runner may still read it."""
+
+    resource: int
+    slot: int
+    page: Page
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a runner holds, as it knows it itself."""
+
+    runner: Runner
+    namespace: Namespace
+    tokens: bytes
+    path: tuple[Page, ...]
+    matched: int
+    on_device: int  # pages of Full that the match found there
+    need: list[int]  # by resource: slots of its own that it needs for a grant
+    there: list[set[Page]]  # by resource: of what the match needs, what was on the device
+    reaches: tuple[int, ...]  # tokens
+    number: int = 0
+    waiting: bool = False
+    views: list[dict[int, int]] = field(default_factory=list)  # by resource, if by page: page of the table -> slot
+    filled: list[set[int]] = field(default_factory=list)  # of these, which have their bytes
+    num_pages: int = 0
+    first: list[int] = field(default_factory=list)  # by resource: the first page of the view
+    states: list[list[int]] = field(default_factory=list)  # by resource, if by end: its own
+    sources: list[int | None] = field(default_factory=list)
+    own: list[set[int]] = field(default_factory=list)  # by resource: what it must give back
+    committed: int = 0  # pages
+    told: int = 0  # of them, those whose canonical slots it knows
+    computed: int = 0  # pages that have their bytes
+    load: int | None = None
+    loading: list[dict[int, int]] = field(default_factory=list)  # by resource: page -> slot that the load brings
+    broken: bool = False
+    duplicates: dict[Duplicate, int] = field(default_factory=dict)  # -> the reply that told of it, 0: none yet
+    extending: Waits | None = None
+    release: Sent | None = None
+    cancelling: int | None = None
+    stopped: set[int] = field(default_factory=set)  # shards that touch it no more
+    over: bool = False
+
+    def __repr__(self) -> str:
+        return f"<lease {self.number}: {self.committed} of {self.num_pages} pages committed, matched {self.matched}>"
+
+
+@dataclass(eq=False)
+class Runner:
+    id: SessionId
+    shards: int
+    next_ticket: int = 1
+    read: int = 0
+    replies: int = 0
+    planned: list[Sent] = field(default_factory=list)  # has a ticket, is not sent
+    items: list[Sent] = field(default_factory=list)  # have not taken effect
+    leases: list[Lease] = field(default_factory=list)
+    pins: dict[str, float] = field(default_factory=dict)
+    ended: bool = False
+    gone: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Growing:
+    lease: Lease
+    tokens: bytes
+    need: list[int]
+
+
+@dataclass(eq=False)
+class Waits:
+    """An acquire or extend that has no answer yet."""
+
+    request: int
+    lease: Lease | None = None
+    items: list[Growing] = field(default_factory=list)
+    promised: list[Growing] = field(default_factory=list)  # of these, those that room is kept for
+
+
+class Moved(NamedTuple):
+    """What a copy moves of one resource."""
+
+    resource: int
+    names: tuple[Page, ...]
+    source: list[int]
+    target: list[int]
+
+
+@dataclass(eq=False)
+class Copying:
+    ticket: int
+    to_host: bool
+    parts: list[Moved]
+    lease: Lease | None
+    ok: bool | None = None
+    cancelled: bool = False
+
+
+# -- the world --------------------------------------------------------------------------------------------------------
+
+
+class Hybrid:
+    """One index under test. `config` as IndexConfig's fields."""
+
+    def __init__(self, *, proof: bool = True, **config: Any) -> None:
+        self.config = IndexConfig(**config)
+        self.proof = proof
+        self.page_size = self.config.page_size
+        self.book = Book(self.page_size, self.config.hash_name, self.config.bigram)
+        self.index = Index(self.config)
+        self.num_tiers = 2 if self.config.host_pages else 1
+        self.kinds = [Kind("full", False, 0, (self.config.num_pages, self.config.host_pages))]
+        for each in self.config.companions:
+            resource = each.resource
+            window = 0 if resource.by_end else resource.reach
+            self.kinds.append(Kind(resource.name, resource.by_end, window, (each.num_slots, each.host_slots)))
+        self.companions = range(1, len(self.kinds))
+        self.by_end = [r for r in self.companions if self.kinds[r].by_end]
+        self.by_page = [r for r in range(len(self.kinds)) if not self.kinds[r].by_end]
+        self.cells = [(r, t) for r in range(len(self.kinds)) for t in range(self.num_tiers)]
+        self.memory: list[list[object]] = [["never written"] * self.kinds[r].total[t] for r, t in self.cells]
+        self.oracle = Oracle(self.kinds, self.num_tiers)
+        self.subscriber = Subscriber(
+            self.book,
+            page_size=self.page_size,
+            first_seq=self.config.first_seq,
+            rank=self.config.rank,
+            max_batch_blocks=self.config.max_batch_blocks,
+        )
+        self.runners: dict[int, Runner] = {}
+        self.copies: dict[int, Copying] = {}  # in the order they were asked for
+        self.waiting: list[Waits] = []
+        self.asked: dict[int, Sent] = {}
+        self.cancels: dict[int, Lease] = {}
+        self.next_request = 1
+        self.now = 0.0
+        self.failed = False
+        self.num_hits: dict[str, int] = {}  # what programs got to, so that a test can tell that they got anywhere
+        self.seen = look(self.index, self.book, self.kinds, self.num_tiers)
+        self.turn(lambda: None)
+
+    def cell(self, r: int, tier: int) -> int:
+        return r * self.num_tiers + tier
+
+    def note(self, what: str, count: int = 1) -> None:
+        self.num_hits[what] = self.num_hits.get(what, 0) + count
+
+    # -- one turn -----------------------------------------------------------------------------------------------------
+
+    def turn(
+        self, command: Callable[[], T], then: Callable[[T | SglcacheError], None] | None = None
+    ) -> T | SglcacheError:
+        """Run a command, and look at everything."""
+        try:
+            before = self._fingerprint()
+            result: T | SglcacheError
+            try:
+                result = command()
+            except SglcacheError as exc:
+                result = exc
+                assert self._fingerprint() == before, f"{result!r} changed something"
+            effects = self._drain()
+            self.before, self.seen = self.seen, look(self.index, self.book, self.kinds, self.num_tiers)
+            # By cell: what may have come in this turn, and with which slot.
+            self.coming: list[Places] = [{} for _ in self.cells]
+            if then is not None:
+                then(result)
+            for effect in effects:
+                assert isinstance(effect, Copy | Wake), f"{effect!r}"
+                if isinstance(effect, Wake):
+                    self._woken(effect)
+            for effect in effects:  # a load leaves before the answer that says what is loaded
+                if isinstance(effect, Copy):
+                    self._asked(effect)
+            self._settle_sessions()
+            self.check()
+        except AssertionError:
+            self.failed = True
+            raise
+        return result
+
+    def _fingerprint(self) -> object:
+        index, stats = self.index, self.index.stats()
+        return index.version, index.next_seq, stats.pools, stats.num_leases, stats.num_copies, stats.pinned_pages
+
+    def _drain(self) -> list[Effect]:
+        effects: list[Effect] = []
+        while True:
+            self.now += 1
+            for effect in self.index.drain(self.now):
+                if isinstance(effect, Publish):
+                    self.subscriber.apply(effect)
+                else:
+                    effects.append(effect)
+            if not self.index.held:
+                return effects
+            self.index.cut(self.now)
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _taken(self, lease: Lease, r: int, slots: Iterable[int]) -> None:
+        """A lease gets slots: they were nobody's."""
+        c = self.cell(r, DEVICE)
+        held = set(self.seen.ready[c].values())
+        for other in self._leases():
+            held |= other.own[r]
+        for slot in slots:
+            assert 0 <= slot < self.kinds[r].total[DEVICE], f"slot {slot} is none"
+            assert slot not in held, f"{self.kinds[r].name} slot {slot} was handed to {lease} and is somebody's"
+            held.add(slot)
+            lease.own[r].add(slot)
+            self.memory[c][slot] = f"scribble of lease {lease.number}"
+
+    def _leases(self) -> Iterator[Lease]:
+        for runner in self.runners.values():
+            for lease in runner.leases:
+                if not lease.waiting:
+                    yield lease
+
+    def _granted(self, lease: Lease, grant: Grant) -> None:
+        size, n, seen = self.page_size, lease.matched, self.seen
+        assert grant.matched_tokens == n * size, f"{grant.matched_tokens} tokens matched, should be {n * size}"
+        assert grant.reaches == lease.reaches, f"reaches {grant.reaches}, should be {lease.reaches}"
+        lease.number, lease.waiting = grant.lease, False
+        lease.committed = lease.told = lease.on_device
+        count = len(self.kinds)
+        lease.views = [{} for _ in range(count)]
+        lease.filled = [set() for _ in range(count)]
+        lease.first = [0] * count
+        lease.states = [[] for _ in range(count)]
+        lease.sources = [None] * count
+        lease.own = [set() for _ in range(count)]
+        lease.loading = [{} for _ in range(count)]
+        shares = [Share("full", 0, grant.slots), *grant.shares]
+        assert len(shares) == count
+        lease.num_pages = len(grant.slots) // 4
+        for r, share in enumerate(shares):
+            kind, c = self.kinds[r], self.cell(r, DEVICE)
+            slots = unpack(share.slots)
+            assert share.resource == kind.name
+            if kind.by_end:
+                assert share.first == 0
+                fresh = list(slots)
+                lease.states[r] = list(slots)
+                lease.sources[r] = share.source
+                assert (share.source is None) is (n == 0), f"{kind.name}: source {share.source} of a match of {n} pages"
+                if share.source is not None:
+                    page = lease.path[n - 1]
+                    if page in lease.there[r]:
+                        place = seen.ready[c].get(page)
+                        assert share.source == place, f"the state lies in {place}, told is {share.source}"
+                    else:
+                        lease.loading[r][n - 1] = share.source
+                        fresh.append(share.source)
+            else:
+                assert share.source is None
+                first = 0 if r == FULL else n - min(kind.window, n)
+                assert share.first == first, f"{kind.name}: first page {share.first}, should be {first}"
+                assert len(slots) == lease.num_pages - first, f"{len(slots)} slots for pages {first}..{lease.num_pages}"
+                lease.first[r] = first
+                lease.views[r] = dict(zip(range(first, lease.num_pages), slots, strict=True))
+                lease.filled[r] = set(range(first, n))
+                fresh = []
+                for i, slot in lease.views[r].items():
+                    if i < n and lease.path[i] in lease.there[r]:
+                        place = seen.ready[c].get(lease.path[i])
+                        assert slot == place, f"{kind.name}: {lease.path[i]} lies in {place}, told is {slot}"
+                    else:
+                        fresh.append(slot)
+                        if i < n:
+                            lease.loading[r][i] = slot
+            assert len(fresh) == lease.need[r], f"{kind.name}: {len(fresh)} own slots, {lease.need[r]} are needed"
+            self._taken(lease, r, fresh)
+        loads = any(lease.loading)
+        assert (grant.load is None) is not loads, f"load {grant.load}, to be loaded is {lease.loading}"
+        lease.load = grant.load
+        lease.computed = n
+        self.note("loads", loads)
+        self.note("hits", n > 0)
+        if n and len(self.kinds) > 1:
+            self.note("companion hits")
+
+    def _woken(self, wake: Wake) -> None:
+        runner, result = self.runners[wake.session], wake.result
+        waits = next((each for each in self.waiting if each.request == wake.request), None)
+        if waits is not None:
+            self.waiting.remove(waits)
+            lease = waits.lease
+            if lease is None:
+                if isinstance(result, Extended):
+                    self._extended(waits, result)
+                else:
+                    assert runner.ended, f"{result!r}"
+                    for each in waits.items:
+                        each.lease.extending = None
+            elif isinstance(result, Grant):
+                self._look_again(lease)
+                self._granted(lease, result)
+            else:
+                assert runner.ended or isinstance(result, NoSpace), f"{result!r}"
+                if not runner.ended:
+                    self._check_refusal(
+                        result, lease.need, [self._room(r, self.before) for r in range(len(self.kinds))]
+                    )
+                runner.leases.remove(lease)
+            return
+        cancelled = self.cancels.pop(wake.request, None)
+        if cancelled is not None:
+            if isinstance(result, Released):
+                assert not cancelled.load, f"{cancelled} is said to be given back while it is loaded"
+                self._over(cancelled)
+            else:
+                assert runner.ended, f"{result!r}"
+            return
+        item = self.asked.pop(wake.request, None)
+        assert item is not None, f"an answer to request {wake.request}, which waits for none: {result!r}"
+        if runner.ended:
+            assert isinstance(result, SglcacheError), f"{result!r}"
+            return
+        self._settle(runner)
+        if isinstance(result, Committed):
+            self._may_apply(item)
+            self._committed(item, result)
+            self._applied(item)
+        elif isinstance(result, Released):
+            assert item.release
+            self._may_apply(item)
+            self._over(item.lease)
+            self._applied(item)
+        elif item.dropped:
+            assert isinstance(result, Changed), f"{result!r}"
+        else:
+            assert isinstance(result, TransferError), f"{item} was answered {result!r}"
+            assert item.lease.broken
+            self._may_apply(item)
+            self._applied(item)
+
+    def _look_again(self, lease: Lease) -> None:
+        """Others have committed while it waited: what its locked nodes have got on the device is there now."""
+        for r in self.companions:
+            ready = self.seen.ready[self.cell(r, DEVICE)]
+            came = {page for page in self._wanted(r, lease.path, lease.matched) if page in ready} - lease.there[r]
+            if self.kinds[r].by_end:
+                came = came if lease.on_device == lease.matched else set()
+            else:
+                came &= set(lease.path[: lease.on_device])
+            lease.there[r] |= came
+            lease.need[r] -= len(came)
+
+    def _wanted(self, r: int, path: tuple[Page, ...], n: int) -> tuple[Page, ...]:
+        """What a match of n pages needs of a companion."""
+        kind = self.kinds[r]
+        return path[n - min(n, 1 if kind.by_end else kind.window) : n]
+
+    def _may_apply(self, item: Sent) -> None:
+        runner, lease = item.lease.runner, item.lease
+        assert item.issued, f"{item} took effect before it was sent"
+        assert not item.dropped, f"{item} was discarded and took effect"
+        assert len(item.done) == runner.shards, f"{item} took effect before its events"
+        assert lease.load is None, f"{item} took effect while the load of its lease is on its way"
+        assert runner.items[0] is item, f"{item} took effect before {runner.items[0]}"
+
+    def _applied(self, item: Sent) -> None:
+        runner = item.lease.runner
+        runner.items.remove(item)
+        for lease in runner.leases:
+            for duplicate, reply in list(lease.duplicates.items()):
+                if 0 < reply <= item.seen:
+                    del lease.duplicates[duplicate]
+                    lease.own[duplicate.resource].remove(duplicate.slot)
+
+    def _settle(self, runner: Runner) -> None:
+        """A discarded commit is over, and nothing else, when its turn comes."""
+        items = runner.items
+        while items and items[0].dropped and len(items[0].done) == runner.shards:
+            self._applied(items[0])
+
+    def _settle_sessions(self) -> None:
+        for runner in self.runners.values():
+            if not runner.ended:
+                self._settle(runner)
+                if runner.items:
+                    item = runner.items[0]
+                    due = item.issued and len(item.done) == runner.shards and item.lease.load is None
+                    assert not due, f"{item} should have taken effect"
+                continue
+            for lease in list(runner.leases):
+                over = len(runner.gone) == runner.shards
+                if lease.release is not None and lease.release.issued:
+                    over |= len(lease.release.done | runner.gone) == runner.shards
+                if over and lease.load is None:
+                    self._over(lease)
+
+    def _over(self, lease: Lease) -> None:
+        """Everything is given back."""
+        lease.over = True
+        lease.duplicates.clear()
+        for own in lease.own:
+            own.clear()
+        lease.runner.leases.remove(lease)
+
+    def _give(self, lease: Lease, r: int, page: Page, slot: int) -> bool:
+        """The tree is given a slot of the lease's own; whether it wanted it."""
+        c = self.cell(r, DEVICE)
+        assert slot in lease.own[r], f"{self.kinds[r].name} slot {slot} is not {lease}'s own"
+        self.coming[c].setdefault(page, slot)
+        there = self.seen.ready[c].get(page)
+        if there == slot:
+            lease.own[r].remove(slot)
+            return True
+        return False
+
+    def _committed(self, item: Sent, result: Committed) -> None:
+        lease, runner, seen, size = item.lease, item.lease.runner, self.seen, self.page_size
+        assert not lease.broken
+        runner.replies += 1
+        assert result.reply == runner.replies
+        before, end = lease.committed, max(lease.committed, item.pages)
+        assert result.committed_tokens == end * size, f"{item}: {result.committed_tokens} tokens are committed"
+        assert len(result.shares) == len(self.kinds) - 1
+        floor = 0 if item.floor is None else item.floor // size
+        lost = sum(reply == 0 and each.resource == FULL for each, reply in lease.duplicates.items())
+        for duplicate, reply in list(lease.duplicates.items()):
+            if not reply:
+                lease.duplicates[duplicate] = result.reply
+        for r in self.by_page:
+            c = self.cell(r, DEVICE)
+            view = lease.views[r]
+            for i in range(max(before, lease.first[r]), lease.num_pages):
+                slot = view[i]
+                if r != FULL and i < floor:
+                    lease.own[r].remove(slot)  # given up, whatever the tree has
+                    continue
+                if i >= end:
+                    break
+                page = lease.path[i]
+                if not self._give(lease, r, page, slot):
+                    assert page in seen.ready[c], f"{self.kinds[r].name}: {page} was committed, and is not there"
+                    lease.duplicates[Duplicate(r, slot, page)] = result.reply
+                    lost += r == FULL
+            self._renamed(lease, r, end, floor, result)
+        assert result.num_duplicates == lost, f"{result.num_duplicates} duplicates were told, there are {lost}"
+        for r, pages, slot in item.ends:
+            page = lease.path[pages - 1]
+            if self._give(lease, r, page, slot):
+                lease.states[r].remove(slot)
+                self.note("states committed")
+            elif not self._thinned(r):
+                assert page in seen.ready[self.cell(r, DEVICE)], f"the state at {page} was committed, and is not there"
+        lease.committed = end
+        lease.told = end
+        for r in self.by_end:
+            share = result.shares[r - 1]
+            assert share.resource == self.kinds[r].name
+            assert sorted(unpack(share.slots)) == sorted(lease.states[r]), (
+                f"{self.kinds[r].name}: own slots {unpack(share.slots)} are left, should be {lease.states[r]}"
+            )
+            assert share.source is None, f"source {share.source} after a commit"
+            source, lease.sources[r] = lease.sources[r], None
+            if source is not None:
+                lease.own[r].discard(source)  # that of a load for which the tree had another
+
+    def _thinned(self, r: int) -> bool:
+        return bool(self.config.companions[r - 1].resource.max_per_path)
+
+    def _renamed(self, lease: Lease, r: int, end: int, floor: int, result: Committed) -> None:
+        """The view is what the answer says, and that is where the pages are."""
+        kind, view = self.kinds[r], lease.views[r]
+        if r == FULL:
+            first, slots = result.first_page, unpack(result.slots)
+            assert first == lease.told, f"the answer begins with page {first}, the runner knows {lease.told}"
+            stop = end
+        else:
+            share = result.shares[r - 1]
+            assert share.resource == kind.name
+            assert share.source is None
+            first, slots = share.first, unpack(share.slots)
+            least = max(lease.first[r], end - kind.window, min(floor, lease.num_pages))
+            assert first == least, f"{kind.name}: first page {first}, should be {least}"
+            stop = lease.num_pages
+            for i in [i for i in view if i < first]:
+                del view[i]
+                lease.filled[r].discard(i)
+            lease.first[r] = first
+        if slots:
+            assert len(slots) == stop - first, f"{kind.name}: {len(slots)} slots for pages {first}..{stop}"
+            view.update(zip(range(first, stop), slots, strict=True))
+        c = self.cell(r, DEVICE)
+        for i in range(min(first, end), end):
+            place = self.seen.ready[c].get(lease.path[i])
+            assert view[i] == place, f"{kind.name}: {lease.path[i]} lies in {place}, the runner was told {view[i]}"
+        for i in range(max(first, end), stop):
+            assert view[i] in lease.own[r], f"{kind.name}: page {i} is to be in {view[i]}, which is not the lease's"
+
+    def _extended(self, waits: Waits, result: Extended) -> None:
+        granted: list[Lease] = []
+        for each, slots, shares in zip(waits.items, result.results, result.shares, strict=True):
+            lease = each.lease
+            if lease.extending is waits:
+                lease.extending = None
+            if isinstance(slots, SglcacheError):
+                assert shares == ()
+                continue
+            assert lease not in granted
+            granted.append(lease)
+            lease.tokens += each.tokens
+            lease.path = self.book.path(lease.namespace, lease.tokens)
+            came = [unpack(slots), *(unpack(share) for share in shares)]
+            assert [len(one) for one in came] == each.need, f"{came} are new, {each.need} are needed"
+            for r, one in enumerate(came):
+                self._taken(lease, r, one)
+                if self.kinds[r].by_end:
+                    lease.states[r] += one
+                else:
+                    lease.views[r].update(zip(range(lease.num_pages, lease.num_pages + len(one)), one, strict=True))
+            lease.num_pages += len(came[FULL])
+            lease.need = each.need
+            self.note("extended")
+
+    def _asked(self, copy: Copy) -> None:
+        """A copy is to be made, and may begin: its sources hold their names, nobody uses its targets."""
+        parts = []
+        to_host = copy.dst == Tier.HOST
+        source_tier, target_tier = (DEVICE, HOST) if to_host else (HOST, DEVICE)
+        assert (copy.src, copy.dst) == (Tier(source_tier), Tier(target_tier))
+        assert copy.resource == self.kinds[FULL].name
+        given = [(copy.resource, copy.src_slots, copy.dst_slots), *copy.more]
+        names = [kind.name for kind in self.kinds]
+        for name, src, dst in given:
+            r = names.index(name)
+            source, target = unpack(src), unpack(dst)
+            assert len(source) == len(target) == len(set(source)) == len(set(target)), f"{copy}"
+            from_cell = self.cell(r, source_tier)
+            pages = []
+            for slot in source:
+                page = self.memory[from_cell][slot]
+                assert isinstance(page, Page), f"{name} slot {slot} is to be copied, and holds {page}"
+                assert self.seen.ready[from_cell].get(page) == slot, f"{page} is to be copied from {slot}; not there"
+                pages.append(page)
+            parts.append(Moved(r, tuple(pages), source, target))
+        assert len({part.resource for part in parts}) == len(parts)
+        assert any(part.names for part in parts), "a copy of nothing"
+        lease = None
+        if to_host:
+            assert copy.lease is None
+            for part in parts:
+                c = self.cell(part.resource, HOST)
+                for page, slot in zip(part.names, part.target, strict=True):
+                    assert self.seen.writing[c].get(page) == slot, f"{page} is on its way to {slot}, and is not there"
+            self.note("companions written", sum(len(part.names) for part in parts[1:]))
+        else:
+            lease = next(each for each in self._leases() if each.number == copy.lease)
+            assert lease.load == copy.ticket
+            for r, wanted in enumerate(lease.loading):
+                moved = next((part for part in parts if part.resource == r), Moved(r, (), [], []))
+                want = {lease.path[i]: slot for i, slot in wanted.items()}
+                have = dict(zip(moved.names, moved.target, strict=True))
+                assert have == want, f"{self.kinds[r].name}: {have} is loaded, should be {want}"
+            self.note("companions loaded", sum(len(part.names) for part in parts[1:]))
+        for part in parts:
+            for slot in part.target:
+                self.memory[self.cell(part.resource, target_tier)][slot] = f"half of copy {copy.ticket}"
+        assert copy.ticket not in self.copies
+        self.copies[copy.ticket] = Copying(copy.ticket, to_host, parts, lease)
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def open_session(self, shards: int = 1) -> Runner:
+        number = self.turn(lambda: self.index.open_session(shards))
+        assert isinstance(number, int)
+        runner = self.runners[number] = Runner(SessionId(number), shards)
+        return runner
+
+    def _request(self) -> int:
+        self.next_request += 1
+        return self.next_request
+
+    def reached(self, path: Sequence[Page], now: bool = True) -> Reached:
+        """What a match would find, and is worth loading."""
+        reached = self.oracle.reach(self.seen, path)
+        config = self.config
+        if (reached.matched - reached.device) * self.page_size < config.load_back_threshold:
+            reached = reached._replace(matched=reached.device)
+        return reached
+
+    def acquire(
+        self,
+        runner: Runner,
+        tokens: Iterable[int] | bytes,
+        namespace: Namespace = ROOT,
+        *,
+        limit: int | None = None,
+        reserve: int = 0,
+        exact: int | None = None,
+        room: int | None = None,
+        priority: int = 0,
+        states: int = 0,
+    ) -> Lease | SglcacheError | None:
+        """The lease; an error; or None while it waits."""
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        path = self.book.path(namespace, key)
+        request = self._request()
+        end = limit if exact is None else exact
+        most = len(path) if end is None else min(len(path), end // self.page_size)
+        reached = self.reached(path[:most])
+        n = reached.matched
+        have = len(key) // TOKEN_BYTES + reserve
+        if room is not None:
+            have = min(have, n * self.page_size + room)
+        total = max(-(-have // self.page_size), n)
+        need, there = [], []
+        for r, kind in enumerate(self.kinds):
+            wanted = path[:n] if r == FULL else self._wanted(r, path, n)
+            ready = self.seen.ready[self.cell(r, DEVICE)]
+            on_device = {page for page in wanted if page in ready}
+            if r == FULL:
+                on_device = set(path[: min(reached.on_device, n)])
+            there.append(on_device)
+            need.append(len(wanted) - len(on_device) + (states if kind.by_end else total - n))
+        reaches = tuple(each * self.page_size for each in reached.reaches)
+        lease = Lease(runner, namespace, key, path, n, len(there[FULL]), need, there, reaches)
+        room_now = [self._room(r, self.seen, there[r]) for r in range(len(self.kinds))]
+        spare = [states if self.kinds[r].by_end else 0 for r in self.companions]
+
+        def then(result: Grant | SglcacheError | None) -> None:
+            agreed = exact is None or exact == n * self.page_size
+            assert isinstance(result, Changed) is not agreed, f"{result!r}; {n} pages match, {exact=} tokens"
+            if isinstance(result, Changed):
+                assert result.matched_tokens == n * self.page_size
+                return
+            if isinstance(result, SglcacheError):
+                self._check_refusal(result, need, room_now)
+                return
+            runner.leases.append(lease)
+            if result is None:
+                lease.waiting = True
+                self.waiting.append(Waits(request, lease))
+                self.note("waits")
+                return
+            assert not (self.waiting and any(need)), "it overtook those who wait"
+            self._granted(lease, result)
+
+        result = self.turn(
+            lambda: self.index.acquire(
+                runner.id,
+                request,
+                key,
+                namespace,
+                limit=limit,
+                reserve=reserve,
+                exact=exact,
+                room=room,
+                priority=priority,
+                spare=spare,
+            ),
+            then,
+        )
+        return lease if isinstance(result, Grant) else result
+
+    def _room(self, r: int, seen: Seen, keep: Iterable[Page] = ()) -> int:
+        """Slots that can be had at least, once those pages are held, with the whole nodes that they are in."""
+        c = self.cell(r, DEVICE)
+        held, kept = self.held_slots(r), set(keep)
+        free = self.kinds[r].total[DEVICE] - len(seen.ready[c]) - held
+        unlocked = seen.unlocked(c)
+        if kept:
+            for node in seen.nodes:
+                if kept.intersection(node.pages):
+                    unlocked = unlocked.difference(node.pages)
+        promised = sum(self._promised(waits)[r] for waits in self.waiting)
+        return free + len(unlocked) - promised
+
+    def _promised(self, waits: Waits) -> list[int]:
+        if waits.lease is not None:
+            return waits.lease.need
+        return [sum(each.need[r] for each in waits.promised) for r in range(len(self.kinds))]
+
+    def held_slots(self, r: int) -> int:
+        return sum(len(lease.own[r]) for lease in self._leases())
+
+    def _check_refusal(self, error: SglcacheError, need: Sequence[int], room: Sequence[int]) -> None:
+        assert isinstance(error, NoSpace), f"{error!r}"
+        r = [kind.name for kind in self.kinds].index(error.resource)
+        assert need[r] > room[r], f"{error!r}: {need[r]} are needed, {room[r]} can be had"
+        self.note(f"refused for want of {error.resource}")
+
+    def extend(self, runner: Runner, items: Sequence[tuple[Lease, bytes, int, int | None, int]]) -> object:
+        """Of each: its lease, tokens, reserve, upto, and states."""
+        request = self._request()
+        growing: list[Growing] = []
+        for lease, tokens, reserve, upto, states in items:
+            have = (len(lease.tokens) + len(tokens)) // TOKEN_BYTES + reserve
+            if upto is not None:
+                have = min(have, upto)
+            fresh = max(0, -(-have // self.page_size) - lease.num_pages)
+            growing.append(Growing(lease, tokens, [states if kind.by_end else fresh for kind in self.kinds]))
+        room_now = [self._room(r, self.seen) for r in range(len(self.kinds))]
+
+        def then(result: Extended | SglcacheError | None) -> None:
+            assert not isinstance(result, SglcacheError), f"{result!r}"
+            waits = Waits(request, items=growing)
+            if result is None:
+                for each in growing:
+                    if each.lease.extending is None:
+                        each.lease.extending = waits
+                        waits.promised.append(each)
+                self.waiting.append(waits)
+                self.note("waits")
+                return
+            taken = [0] * len(self.kinds)
+            granted: list[Lease] = []
+            for each, answer in zip(growing, result.results, strict=True):
+                wants = [a + b for a, b in zip(taken, each.need, strict=True)]
+                if isinstance(answer, BadRequest):
+                    assert each.lease.extending is not None or each.lease in granted, f"{answer!r}"
+                elif isinstance(answer, SglcacheError):
+                    self._check_refusal(answer, wants, room_now)
+                else:
+                    taken = wants
+                    granted.append(each.lease)
+            assert not (self.waiting and any(taken)), "it overtook those who wait"
+            self._extended(waits, result)
+
+        spares = [tuple(states if self.kinds[r].by_end else 0 for r in self.companions) for _, _, _, _, states in items]
+        sent = [
+            Extension(lease.number, tokens, reserve, upto, spare)
+            for (lease, tokens, reserve, upto, _), spare in zip(items, spares, strict=True)
+        ]
+        return self.turn(lambda: self.index.extend(runner.id, request, sent), then)
+
+    def cancel(self, runner: Runner, lease: Lease) -> None:
+        request = self._request()
+
+        def then(result: bool | SglcacheError) -> None:
+            assert result is (lease.load is None), f"{result!r}"
+            lease.stopped.update(range(runner.shards))
+            if result:
+                self._over(lease)
+            else:
+                lease.cancelling = request
+                self.cancels[request] = lease
+
+        self._takes_no_more(lease)
+        self.turn(lambda: self.index.cancel(runner.id, request, LeaseId(lease.number)), then)
+
+    def _takes_no_more(self, lease: Lease) -> None:
+        """An extend of it that waits comes to nothing: there is nothing promised any more."""
+        for waits in self.waiting:
+            waits.promised = [each for each in waits.promised if each.lease is not lease]
+
+    def plan_commit(
+        self,
+        runner: Runner,
+        lease: Lease,
+        tokens: int | None = None,
+        ends: Iterable[tuple[int, int, int]] = (),
+        floor: int | None = None,
+    ) -> Sent:
+        """Give a commit its ticket; from now on its event may be done. `ends`: (resource, pages, slot)."""
+        have = min(len(lease.tokens) // TOKEN_BYTES, lease.num_pages * self.page_size)
+        pages = min((have if tokens is None else tokens) // self.page_size, len(lease.path))
+        item = Sent(
+            lease, runner.next_ticket, self._request(), False, pages, tuple(End(*end) for end in ends), floor=floor
+        )
+        return self._plan(runner, item)
+
+    def plan_release(self, runner: Runner, lease: Lease, discard: bool = False) -> Sent:
+        item = Sent(lease, runner.next_ticket, self._request(), True, discard=discard)
+        lease.release = item
+        return self._plan(runner, item)
+
+    def _plan(self, runner: Runner, item: Sent) -> Sent:
+        runner.next_ticket += 1
+        item.seen = runner.read
+        runner.planned.append(item)
+        runner.items.append(item)
+        return item
+
+    def issue(self, runner: Runner) -> Sent:
+        """Send the oldest that has a ticket and is not sent."""
+        item = runner.planned.pop(0)
+        number = LeaseId(item.lease.number)
+
+        def send() -> None:
+            if item.release:
+                self.index.release(runner.id, item.request, number, item.ticket, seen=item.seen, discard=item.discard)
+            else:
+                self.index.commit(
+                    runner.id,
+                    item.request,
+                    number,
+                    item.ticket,
+                    seen=item.seen,
+                    tokens=item.pages * self.page_size,
+                    ends=[(r - 1, pages * self.page_size, slot) for r, pages, slot in item.ends],
+                    floor=item.floor,
+                )
+
+        def then(result: SglcacheError | None) -> None:
+            assert result is None, f"{item} was refused: {result!r}"
+            item.issued = True
+            self.asked[item.request] = item
+            if item.release and item.discard:
+                for other in runner.items:
+                    if other.lease is item.lease and not other.release:
+                        other.dropped = True
+
+        if item.release:
+            self._takes_no_more(item.lease)
+        self.turn(send, then)
+        return item
+
+    def commit(self, runner: Runner, lease: Lease, tokens: int | None = None, **how: Any) -> Sent:
+        """Plan, send, and all events are done."""
+        item = self.plan_commit(runner, lease, tokens, **how)
+        self.flush(runner)
+        return item
+
+    def release(self, runner: Runner, lease: Lease, discard: bool = False) -> Sent:
+        item = self.plan_release(runner, lease, discard)
+        self.flush(runner)
+        return item
+
+    def flush(self, runner: Runner) -> None:
+        while runner.planned:
+            self.issue(runner)
+        for item in list(runner.items):
+            for shard in range(runner.shards):
+                if shard not in item.done:
+                    self.event_done(runner, item, shard)
+
+    def event_done(self, runner: Runner, item: Sent, shard: int) -> None:
+        """The shard's kernels up to this ticket have run. What they compute is there when the last shard's have."""
+        lease = item.lease
+        item.done.add(shard)
+        if len(item.done | runner.gone) == runner.shards and not lease.over:
+            if item.release:
+                self._scribble(lease, "last scribble")
+            else:
+                self._compute(item)
+        if item.release:
+            lease.stopped.add(shard)
+        self.turn(lambda: self.index.event_done(runner.id, item.ticket, shard))
+
+    def _compute(self, item: Sent) -> None:
+        lease = item.lease
+        floor = 0 if item.floor is None else item.floor // self.page_size
+        for i in range(lease.computed, item.pages):
+            for r in self.by_page:
+                slot = lease.views[r].get(i)
+                if slot is None or (r != FULL and i < floor):
+                    continue  # what the runner has slid past it need not write any more
+                garbage = f"garbage of lease {lease.number}"
+                self.memory[self.cell(r, DEVICE)][slot] = garbage if lease.broken else lease.path[i]
+                lease.filled[r].add(i)
+        lease.computed = max(lease.computed, item.pages)
+        for r, pages, slot in item.ends:
+            page = lease.path[pages - 1]
+            self.memory[self.cell(r, DEVICE)][slot] = f"garbage of lease {lease.number}" if lease.broken else page
+
+    def _scribble(self, lease: Lease, what: str) -> None:
+        """Over all that is its own and that nobody may read: what it never committed, and no duplicate."""
+        promised = {(r, slot) for item in lease.runner.items if item.lease is lease for r, _, slot in item.ends}
+        for r, kind in enumerate(self.kinds):
+            if kind.by_end:
+                slots = [slot for slot in lease.states[r] if (r, slot) not in promised]
+            else:
+                slots = [slot for i, slot in lease.views[r].items() if i >= max(lease.computed, lease.matched)]
+            for slot in slots:
+                assert slot in lease.own[r]
+                self.memory[self.cell(r, DEVICE)][slot] = f"{what} of lease {lease.number}"
+
+    def read_replies(self, runner: Runner) -> None:
+        runner.read = runner.replies
+
+    def in_flight(self) -> list[Copying]:
+        """Copies whose ack may come."""
+        return [copy for copy in self.copies.values() if copy.ok is None]
+
+    def copy_done(self, copy: Copying, ok: bool = True) -> None:
+        """The bytes move, at the last moment, and the ack comes."""
+        source, target = (DEVICE, HOST) if copy.to_host else (HOST, DEVICE)
+        for r, names, sources, targets in copy.parts:
+            for page, from_slot, to_slot in zip(names, sources, targets, strict=True):
+                there = self.memory[self.cell(r, source)][from_slot]
+                assert there is page, f"copy {copy.ticket} of {self.kinds[r].name} {page} read {there} from {from_slot}"
+                self.memory[self.cell(r, target)][to_slot] = page if ok else f"rest of copy {copy.ticket}"
+        copy.ok = ok
+        if not copy.to_host:
+            del self.copies[copy.ticket]
+        self.turn(
+            lambda: self.index.copy_done(TicketId(copy.ticket), ok),
+            lambda _: self._loaded(copy) if not copy.to_host else self._written(),
+        )
+
+    def _written(self) -> None:
+        """Acks of copies to the host take effect in the order of sending."""
+        for copy in [each for each in self.copies.values() if each.to_host]:
+            if copy.ok is None:
+                return
+            del self.copies[copy.ticket]
+            if copy.cancelled:
+                continue
+            if not copy.ok:
+                failed = set(copy.parts[FULL].names)
+                for other in self.copies.values():
+                    below = {page for part in other.parts for name in part.names for page in ancestry(name)}
+                    if other.to_host and failed & below:
+                        other.cancelled = True
+                continue
+            for part in copy.parts:
+                self.coming[self.cell(part.resource, HOST)].update(zip(part.names, part.target, strict=True))
+
+    def _loaded(self, copy: Copying) -> None:
+        lease = copy.lease
+        assert lease is not None
+        lease.load = None
+        if not copy.ok:
+            lease.broken = True
+        elif not lease.runner.ended:
+            for r, slots in enumerate(lease.loading):
+                for i, slot in slots.items():
+                    page = lease.path[i]
+                    if not self._give(lease, r, page, slot):
+                        assert page in self.seen.ready[self.cell(r, DEVICE)], f"{page} was loaded, and is not there"
+                        if not self.kinds[r].by_end:  # else it reads its own until its first commit
+                            lease.duplicates[Duplicate(r, slot, page)] = 0
+            lease.committed = lease.matched
+        lease.loading = [{} for _ in self.kinds]
+        if lease.cancelling is not None and lease.runner.ended:
+            self._over(lease)  # nobody is to be told
+
+    def end_session(self, runner: Runner) -> None:
+        self._nothing_more(runner)
+        self.turn(lambda: self.index.end_session(runner.id), lambda _: self._ended(runner))
+
+    def _nothing_more(self, runner: Runner) -> None:
+        runner.planned.clear()
+        for item in runner.items:
+            if not item.issued and item.lease.release is item:
+                item.lease.release = None
+        runner.items = [item for item in runner.items if item.issued]
+
+    def _ended(self, runner: Runner) -> None:
+        if runner.ended:
+            return
+        runner.ended = True
+        runner.pins.clear()
+        for lease in list(runner.leases):
+            if lease.waiting:
+                continue  # its answer is yet to come
+            self._takes_no_more(lease)
+
+    def shard_gone(self, runner: Runner, shard: int) -> None:
+        """One of its processes is dead, and wrote until then."""
+        self._nothing_more(runner)
+        for lease in runner.leases:
+            if not lease.waiting and shard not in lease.stopped:
+                self._scribble(lease, "the dying scribble")
+                lease.stopped.add(shard)
+
+        def then(_: object) -> None:
+            self._ended(runner)
+            runner.gone.add(shard)
+
+        self.turn(lambda: self.index.shard_gone(runner.id, shard), then)
+
+    def die(self, runner: Runner) -> None:
+        self.end_session(runner)
+        for shard in range(runner.shards):
+            self.shard_gone(runner, shard)
+
+    def peek(self, tokens: Iterable[int] | bytes, namespace: Namespace = ROOT) -> tuple[int, int, tuple[int, ...]]:
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        before = self._fingerprint()
+        result = self.turn(lambda: self.index.peek(key, namespace))
+        assert not isinstance(result, SglcacheError)
+        assert self._fingerprint()[0] == before[0]  # type: ignore[index]
+        reached = self.reached(self.book.path(namespace, key), now=False)
+        size = self.page_size
+        want = (reached.device * size, reached.matched * size, tuple(each * size for each in reached.reaches))
+        assert tuple(result) == want, f"peeked {result}, it is {want}"
+        return want
+
+    def pin(
+        self, runner: Runner, tokens: Iterable[int] | bytes, namespace: Namespace, owner: str, expires_at: float
+    ) -> int:
+        key = tokens if isinstance(tokens, bytes) else pack(tokens)
+        reached = self.oracle.reach(self.seen, self.book.path(namespace, key))
+        result = self.turn(lambda: self.index.pin(runner.id, key, namespace, owner, expires_at))
+        assert result == reached.matched * self.page_size, f"pinned {result}, matched are {reached.matched} pages"
+        if result:
+            runner.pins[owner] = expires_at
+        return result
+
+    def unpin(self, runner: Runner, owner: str) -> None:
+        runner.pins.pop(owner, None)
+        self.turn(lambda: self.index.unpin(runner.id, owner))
+
+    def expire(self, now: float) -> None:
+        self.turn(lambda: self.index.expire(now))
+        for runner in self.runners.values():
+            runner.pins = {owner: until for owner, until in runner.pins.items() if until > now}
+
+    def clear(self, tier: Tier | None = None) -> None:
+        def then(result: dict[Tier, int] | SglcacheError) -> None:
+            if isinstance(result, SglcacheError):
+                assert isinstance(result, Busy), f"{result!r}"
+                held = self.copies or any(runner.leases or runner.pins for runner in self.runners.values())
+                assert held, f"{result!r}, and nothing is held"
+            else:
+                self.note("cleared")
+                assert not any(runner.leases for runner in self.runners.values())
+
+        self.turn(lambda: self.index.clear(tier), then)
+
+    def step(self) -> bool:
+        more = self.turn(self.index.step)
+        assert isinstance(more, bool)
+        return more
+
+    def steps(self) -> None:
+        for _ in range(10_000):
+            if not self.step():
+                return
+        raise AssertionError("step goes on for ever")
+
+    def cut(self, heartbeat: bool = False) -> None:
+        def command() -> None:
+            self.now += 1
+            while not self.index.cut(self.now, heartbeat):
+                self.now += 1
+
+        self.turn(command)
+        self.check_mirror()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self._check_changes()
+        self._check_memory()
+        self._check_leases()
+        self._check_counts()
+        self._check_nodes()
+        self._check_waiting()
+        for tier in range(self.num_tiers):
+            gone = self.subscriber.present[tier] - self.seen.ready[self.cell(FULL, tier)].keys()
+            assert not gone, f"tier {tier}: {gone} went, and the stream has not said so"
+        if self.proof:
+            found = invariants.check(self.index)
+            assert not found, "\n".join(found)
+
+    def _check_changes(self) -> None:
+        """What came had a reason, and came where it should; what stayed stayed where it was."""
+        for c, (r, tier) in enumerate(self.cells):
+            before, after = self.before.ready[c], self.seen.ready[c]
+            for page, slot in after.items():
+                if page in before:
+                    assert slot == before[page], f"cell {c}: {page} moved from slot {before[page]} to {slot}"
+                else:
+                    want = self.coming[c].get(page)
+                    assert slot == want, f"{self.kinds[r].name}, tier {tier}: {page} came in slot {slot}, not {want}"
+
+    def _check_memory(self) -> None:
+        """Whatever is cached holds its name."""
+        for c, (r, tier) in enumerate(self.cells):
+            for page, slot in self.seen.ready[c].items():
+                there = self.memory[c][slot]
+                assert there is page, f"{self.kinds[r].name}, tier {tier}, slot {slot}: {there} where {page} is cached"
+
+    def _check_leases(self) -> None:
+        owned: list[set[int]] = [set() for _ in self.kinds]
+        for lease in self._leases():
+            for r, own in enumerate(lease.own):
+                twice = own & owned[r]
+                assert not twice, f"{self.kinds[r].name} slots {twice} have two owners"
+                owned[r] |= own
+            self._check_held(lease)
+            if len(lease.stopped) < lease.runner.shards:
+                self._check_reads(lease)
+        for r in range(len(self.kinds)):
+            c = self.cell(r, DEVICE)
+            both = owned[r] & set(self.seen.ready[c].values())
+            assert not both, f"{self.kinds[r].name} slots {both} are a lease's and cached"
+            free = set(unpack(self.index.pools[c].free_slots())) & owned[r]
+            assert not free, f"{self.kinds[r].name} slots {free} are a lease's and free"
+
+    def _check_held(self, lease: Lease) -> None:
+        """What a lease reads and does not own is in the tree, and locked there."""
+        for r in self.by_page:
+            c = self.cell(r, DEVICE)
+            have, locked = self.seen.ready[c], self.seen.locked[c]
+            for i, slot in lease.views[r].items():
+                if i < lease.committed and slot not in lease.own[r]:
+                    page = lease.path[i]
+                    assert have.get(page) == slot, f"{lease}: {self.kinds[r].name} {page} was in {slot}, and went"
+                    assert page in locked, f"{lease}: {self.kinds[r].name} {page} is read, and nothing locks it"
+        for r in self.by_end:
+            source, c = lease.sources[r], self.cell(r, DEVICE)
+            if source is not None and source not in lease.own[r]:
+                page = lease.path[lease.matched - 1]
+                assert self.seen.ready[c].get(page) == source, f"{lease}: the state at {page} was in {source}, and went"
+                assert page in self.seen.locked[c], f"{lease}: the state at {page} is its source, and nothing locks it"
+
+    def _check_reads(self, lease: Lease) -> None:
+        for r in self.by_page:
+            memory = self.memory[self.cell(r, DEVICE)]
+            for i in lease.filled[r]:
+                if i in lease.loading[r] or (lease.broken and i >= lease.committed):
+                    continue
+                slot = lease.views[r][i]
+                there = memory[slot]
+                assert there is lease.path[i], f"{lease} reads {self.kinds[r].name} {lease.path[i]} in {slot}: {there}"
+        for r, slot, page in lease.duplicates:
+            there = self.memory[self.cell(r, DEVICE)][slot]
+            assert there is page, f"{lease} reads {self.kinds[r].name} {page} in its duplicate {slot}: {there}"
+        for r in self.by_end:
+            source = lease.sources[r]
+            if source is None or lease.loading[r] or (lease.broken and source in lease.own[r]):
+                continue
+            there, page = self.memory[self.cell(r, DEVICE)][source], lease.path[lease.matched - 1]
+            assert there is page, f"{lease} begins with the state at {page} in {source}: {there}"
+
+    def _check_counts(self) -> None:
+        stats = self.index.stats()
+        assert len(stats.pools) == len(self.cells)
+        for c, ((r, tier), pool) in enumerate(zip(self.cells, stats.pools, strict=True)):
+            name = f"{self.kinds[r].name}, tier {tier}"
+            assert (pool.resource, pool.tier, pool.total) == (self.kinds[r].name, Tier(tier), self.kinds[r].total[tier])
+            assert pool.free + pool.fenced + pool.leased + pool.cached == pool.total, f"{name}: {pool}"
+            cached = len(self.seen.ready[c]) + len(self.seen.writing[c])
+            assert pool.cached == cached, f"{name}: {pool.cached} are counted as cached, {cached} are"
+            locked = len(self.seen.locked[c])
+            assert pool.locked == locked, f"{name}: {pool.locked} are counted as locked, {locked} are"
+            if tier == DEVICE:
+                leased = sum(len(lease.own[r]) for lease in self._leases() if not lease.runner.ended)
+                fenced = sum(len(lease.own[r]) for lease in self._leases() if lease.runner.ended)
+            else:
+                leased = 0
+                fenced = sum(
+                    len(part.target)
+                    for copy in self.copies.values()
+                    if copy.cancelled
+                    for part in copy.parts
+                    if part.resource == r
+                )
+            assert (pool.leased, pool.fenced) == (leased, fenced), (
+                f"{name}: {pool.leased} leased and {pool.fenced} fenced are counted, there are {leased} and {fenced}"
+            )
+        assert stats.num_copies == len(self.copies)
+        assert stats.num_waiting == len(self.waiting)
+
+    def _check_nodes(self) -> None:
+        """Companions live where Full lives; and a leaf that nobody holds is there because a match can end in it."""
+        tiers = self.num_tiers
+        for node in self.seen.nodes:
+            for r in self.companions:
+                for t in range(tiers):
+                    alone = node.present[r * tiers + t] and not node.present[t]
+                    assert not alone, f"{node.pages}: {self.kinds[r].name} in tier {t} without Full"
+            if node.is_leaf and not any(node.locks) and not node.writing:
+                assert self.oracle.is_useful(self.seen, node), f"{node} is a leaf, and no match can end in it"
+
+    def _check_waiting(self) -> None:
+        """Who waits first waits for something that will happen."""
+        if self.waiting and not self.index.busy:
+            writes = any(copy.to_host for copy in self.copies.values())
+            assert writes, f"{self.waiting[0]} waits for nothing"
+
+    def check_mirror(self) -> None:
+        """What the stream has told is where Full is, tier by tier; nothing is told of companions."""
+        if not self.config.events:
+            return
+        for tier in range(self.num_tiers):
+            held = {page for page in self.seen.ready[self.cell(FULL, tier)] if page.namespace[1] is None}
+            mirror = self.subscriber.present[tier]
+            assert mirror == held, f"tier {tier}: the mirror has {mirror - held} more, lacks {held - mirror}"
+
+    def quieten(self) -> None:
+        """Until nothing is under way."""
+        while True:
+            self.steps()
+            self.cut()
+            copies = self.in_flight()
+            if not copies and not self.index.busy:
+                return
+            for copy in copies:
+                self.copy_done(copy)
+
+    def settle(self) -> None:
+        """Everything comes to its end; then nobody holds anything, and each slot is free or cached."""
+        self.quieten()
+        for runner in self.runners.values():
+            if runner.ended:
+                for shard in range(runner.shards):
+                    if shard not in runner.gone:
+                        self.shard_gone(runner, shard)
+                continue
+            for owner in list(runner.pins):
+                self.unpin(runner, owner)
+            for lease in list(runner.leases):
+                if not lease.waiting and lease.release is None and lease.cancelling is None:
+                    self.plan_release(runner, lease)
+            self.flush(runner)
+        self.quieten()
+        for runner in list(self.runners.values()):
+            if not runner.ended and runner.leases:  # who waited was served, or was refused
+                for lease in list(runner.leases):
+                    self.plan_release(runner, lease)
+                self.flush(runner)
+        self.quieten()
+        if any(runner.leases for runner in self.runners.values()):
+            self.settle()
+            return
+        unanswered = [*self.waiting, *self.asked, *self.cancels]
+        assert not unanswered, f"these were not answered: {unanswered}"
+        for pool in self.index.stats().pools:
+            assert (pool.locked, pool.leased, pool.fenced) == (0, 0, 0), f"something is held by nobody: {pool}"
+            assert pool.free + pool.cached == pool.total
