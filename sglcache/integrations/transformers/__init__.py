@@ -6,10 +6,10 @@
     runner.run()
     request.output
 
-`pool_settings(model.config, ...)` is the daemon's `[pool]` for a model. `Runner` decides (leases, chunks, batches,
-sampling) and touches no page; `PagedModel` computes and touches no lease. With the model's heads spread over
-processes, `ShardedModel` (in `parallel`) stands in for `PagedModel`, and nothing else changes. Run as a module, the
-package is a command line on all that.
+`settings(model.config, ...)` is the daemon's configuration for a model, by section; `pool_settings` is its `[pool]`, for
+a model that needs nothing else. `Runner` decides (leases, chunks, batches, sampling) and touches no page; `PagedModel`
+computes and touches no lease. With the model's heads spread over processes, `ShardedModel` (in `parallel`) stands in
+for `PagedModel`, and nothing else changes. Run as a module, the package is a command line on all that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sglcache.errors import extras
 
 with extras():
     from sglcache.integrations.transformers.folder import load, load_config, load_model, load_tokenizer
-    from sglcache.integrations.transformers.geometry import check_geometry, pool_settings
-    from sglcache.integrations.transformers.model import Executor, PagedModel, Part
+    from sglcache.integrations.transformers.geometry import check_geometry, pool_settings, settings
+    from sglcache.integrations.transformers.model import Executor, PagedModel, Part, StatePart, WindowPart
     from sglcache.integrations.transformers.runner import Request, Runner
 
 __all__ = [
@@ -28,10 +28,13 @@ __all__ = [
     "Part",
     "Request",
     "Runner",
+    "StatePart",
+    "WindowPart",
     "check_geometry",
     "load",
     "load_config",
     "load_model",
     "load_tokenizer",
     "pool_settings",
+    "settings",
 ]

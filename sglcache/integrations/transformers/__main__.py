@@ -25,7 +25,7 @@ from sglcache import config
 from sglcache.client import Client
 from sglcache.errors import BadRequest, ConfigError, NoSpace, SglcacheError, Unavailable
 from sglcache.integrations.transformers.folder import load, load_config, load_model, load_tokenizer, stop_tokens
-from sglcache.integrations.transformers.geometry import pool_settings
+from sglcache.integrations.transformers.geometry import settings
 from sglcache.integrations.transformers.parallel import ShardedModel
 from sglcache.integrations.transformers.runner import Request, Runner
 
@@ -69,7 +69,7 @@ def _ids(context: click.Context, parameter: click.Parameter, values: tuple[str, 
     help="By default as the weights are in the folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each answer.")
-@click.option("--print-config", is_flag=True, help="Print the daemon's [pool] for this model, and leave.")
+@click.option("--print-config", is_flag=True, help="Print the daemon's configuration for this model, and leave.")
 @click.option("--page-size", type=positive, default=16, show_default=True, help="For --print-config.")
 @click.option("--num-tokens", type=positive, default=1 << 16, show_default=True, help="For --print-config.")
 @click.option("--num-shards", type=positive, default=1, show_default=True, help="For --print-config: processes.")
@@ -94,11 +94,12 @@ def command(
     answered before the next is read. With several shards in the daemon's pool, each is a process here.
     """
     if print_config:
-        settings = pool_settings(
+        sections = settings(
             load_config(folder), page_size=page_size, num_tokens=num_tokens, dtype=dtype, num_shards=num_shards
         )
-        config.parse({"pool": settings})  # what is printed can be served
-        click.echo("[pool]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()))
+        config.parse(sections)  # what is printed can be served
+        for name, section in sections.items():
+            click.echo(f"[{name}]\n" + "\n".join(f"{key} = {_toml(value)}" for key, value in section.items()))
         return 0
     load_config(folder)  # before anything is asked of the daemon
     tokenizer = load_tokenizer(folder)
@@ -114,6 +115,14 @@ def command(
         for line in sys.stdin:
             failed = _answer(runner, [_encode(tokenizer, line.rstrip("\n"))], stop, tokenizer, options) or failed
     return failed
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(each)}' for key, each in value.items())} }}"
+    return json.dumps(value)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from sglcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglcache.client import Client, Worker
+    from sglcache.memory.geometry import Geometry
 
 KEPT = {
     "full_attention": ("full",),
@@ -137,15 +138,46 @@ def state_modules(model: Any) -> dict[int, nn.Module]:
 
 def check_geometry(config: Any, dtype: str, member: Client | Worker) -> None:
     """ConfigError, with every difference: the daemon's pages are of another form than the model's KV."""
-    want = pool_settings(config, dtype=dtype, num_shards=member.geometry.num_shards)
-    have = {"num_layers": member.geometry.num_layers, "dtype": member.geometry.dtype, **_row_of(member)}
+    wanted = settings(config, page_size=member.geometry.page_size, dtype=dtype, num_shards=member.geometry.num_shards)
+    pool = wanted["pool"]
+    row = {name: pool[name] for name in pool if name not in ("page_size", "num_tokens", "num_layers", "num_shards")}
+    want = {"pool.num_layers": pool["num_layers"], **(_under("pool", row) if pool["num_layers"] else {})}
+    have = _tokens_of("pool", member.geometry)
+    if "window" in wanted:
+        want |= _under("window", {**row, **wanted["window"]})
+    if member.window is not None:
+        have |= {"window.size": member.window.tokens, **_tokens_of("window", member.window.geometry)}
+    if "mamba" in wanted:
+        want |= {f"mamba.{name}": wanted["mamba"][name] for name in ("num_layers", "states")}
+    if member.mamba is not None:
+        geometry = member.mamba.geometry
+        states = [{"name": it.name, "shape": list(it.shape), "dtype": it.dtype} for it in geometry.states]
+        have |= {"mamba.num_layers": geometry.num_layers, "mamba.states": states}
     wrong = [
-        f"pool.{name} = {have.get(name, 'nothing')} and the model needs {want.get(name, 'none')}"
-        for name in {**have, **_row(config.get_text_config())}
+        f"{name} = {have.get(name, 'nothing')} and the model needs {want.get(name, 'none')}"
+        for name in {**have, **want}
         if have.get(name) != want.get(name)
     ]
     if wrong:
         raise ConfigError(f"the daemon at {member.socket} serves another model: {'; '.join(wrong)}")
+
+
+def _under(section: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for name, value in found.items()}
+
+
+def _tokens_of(section: str, geometry: Geometry) -> dict[str, Any]:
+    """What a daemon's pages of one kind are, as a configuration says it: no more than how many, if there are none."""
+    found: dict[str, Any] = {"num_layers": geometry.num_layers}
+    if geometry.num_layers:
+        found["dtype"] = geometry.dtype
+        if geometry.is_latent:
+            found |= {"kv_lora_rank": geometry.kv_lora_rank, "qk_rope_head_dim": geometry.qk_rope_head_dim}
+        else:
+            found |= {"num_kv_heads": geometry.num_kv_heads, "head_dim": geometry.head_dim}
+            if geometry.v_head_dim != geometry.head_dim:
+                found["v_head_dim"] = geometry.v_head_dim
+    return _under(section, found)
 
 
 def _row(text: Any) -> dict[str, int]:
@@ -208,15 +240,6 @@ def _row_bytes(pool: Mapping[str, Any]) -> int:
 
 def _itemsize(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
-
-
-def _row_of(member: Client | Worker) -> dict[str, int]:
-    """The same of a daemon's pages."""
-    geometry = member.geometry
-    if geometry.is_latent:
-        return {"kv_lora_rank": geometry.kv_lora_rank, "qk_rope_head_dim": geometry.qk_rope_head_dim}
-    row = {"num_kv_heads": geometry.num_kv_heads, "head_dim": geometry.head_dim}
-    return row if geometry.v_head_dim == geometry.head_dim else {**row, "v_head_dim": geometry.v_head_dim}
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -94,32 +94,36 @@ class PagedModel:
         """
         check_geometry(model.config, str(model.dtype).removeprefix("torch."), member)
         text, numbers = model.config.get_text_config(), layers_of(model.config)
-        states = state_modules(model)
+        modules = state_modules(model)
         # A model with states says that it does not: nobody but its own modules would run them.
-        if not (_lets_us_attend(model) and (model._supports_attention_backend or states)):
+        if not (_lets_us_attend(model) and (model._supports_attention_backend or modules)):
             raise ConfigError(f"{type(model).__name__} attends in a way of its own; only torch's attention reads pages")
-        self._pools = pools = []
+        if set(modules) != set(numbers.mamba):
+            raise ConfigError(f"{type(model).__name__} has states in other layers than its configuration says")
+        self._pools: list[PagedLayers] = []
         if numbers.full:
             pool, rank = member.pool, member.geometry.kv_lora_rank
-            if rank:  # what such a model calls K is the latent, and its V the rotated key behind it
-                planes = ([kv[..., :rank] for kv in pool.kv], [kv[..., rank:] for kv in pool.kv])
-            else:
-                planes = (pool.k, pool.v)
-            pools.append(PagedLayers(*planes, numbers.full))
+            k: Sequence[Tensor] = [kv[..., :rank] for kv in pool.kv] if rank else pool.k
+            # What a model of latents calls K is the latent, and its V the rotated key behind it.
+            v: Sequence[Tensor] = [kv[..., rank:] for kv in pool.kv] if rank else pool.v
+            self._pools.append(PagedLayers(k, v, numbers.full))
         if numbers.window:
-            window = member.window
-            pools.append(PagedLayers(window.k, window.v, numbers.window, window.tokens))
-        self._states = StateLayers(member.mamba.states, numbers.mamba) if numbers.mamba else None
-        device = pools[0].device
+            assert member.window is not None, "it was checked"
+            self._pools.append(PagedLayers(member.window.k, member.window.v, numbers.window, member.window.tokens))
+        self._states: StateLayers | None = None
+        if numbers.mamba:
+            assert member.mamba is not None, "it was checked"
+            self._states = StateLayers(member.mamba.states, numbers.mamba)
+            first = numbers.mamba[0]
+            one = StateLayers({name: planes[:1] for name, planes in self._states.planes.items()}, (first,))
+            _check_continues(modules[first], one, text.hidden_size, model.dtype)
+        device = self._pools[0].device
         if model.device != device:
             raise ConfigError(f"the model is on {model.device} and the daemon's pages are on {device}")
         AttentionInterface.register(IMPLEMENTATION, paged_attention)
         model.set_attn_implementation(IMPLEMENTATION)
-        for place, (number, module) in enumerate(states.items()):
-            if place == 0:
-                one = {name: planes[:1] for name, planes in self._states.planes.items()}
-                _check_continues(module, StateLayers(one, (number,)), text.hidden_size, model.dtype)
-            module.forward = _by_request(module.forward)  # type: ignore[method-assign]
+        for module in modules.values():
+            module.forward = _by_request(module.forward)
         self.model = model.eval()
         self.member = member
         self.vocab_size = int(model.config.get_text_config().vocab_size)
@@ -135,6 +139,8 @@ class PagedModel:
             logits_to_keep=batch.asked,
             paged=batch,
         )
+        if batch.unread:
+            raise ConfigError(f"{type(self.model).__name__} attends in a way of its own; only torch's reads pages")
         batch.keep_states()
         logits: Tensor = out.logits[0].float().cpu()
         device = self._pools[0].device
@@ -377,6 +383,7 @@ class PagedBatch:
         self._waited = False
         self._steps = [PagedStep(layers, parts) for layers in pools]
         self._step = self._steps[0]
+        self.unread = 0  # layers that were updated, and that our attention was not asked for
         # By the model's number of a layer, the pool, and the layer there.
         self._at = {number: (step, place) for step in self._steps for place, number in enumerate(step.layers.numbers)}
         device = pools[0].device
@@ -440,6 +447,7 @@ class PagedBatch:
                 f"{layers.num_layers} layers"
             )
         self._step = step
+        self.unread += 1
         step.write(place, k, v)
         if layers.window is None:
             for load in self._loads:
@@ -511,6 +519,7 @@ def paged_attention(
         raise ConfigError(
             f"{type(module).__name__} attends with sliding_window = {sliding_window}, and its layer's is {paged.window}"
         )
+    paged.unread -= 1
     special = any(arguments.get(name) is not None for name in SPECIAL)
     attend = _attend if special else sdpa_attention_forward
     outputs = [

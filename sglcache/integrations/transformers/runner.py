@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,11 +13,18 @@ from torch import Tensor
 
 from sglcache.core.key import Namespace, pack
 from sglcache.errors import BadRequest, NoSpace, TransferError
-from sglcache.integrations.transformers.model import Executor, Part
+from sglcache.integrations.transformers.model import Executor, Part, StatePart, WindowPart
 
 if TYPE_CHECKING:
     from sglcache.client import Client, Committed, Lease, Pending
-    from sglcache.client.client import Tokens
+    from sglcache.client.client import AcquireOptions, Tokens
+
+
+class State(NamedTuple):
+    """The states after so many tokens, in one of the lease's own slots."""
+
+    tokens: int
+    slot: int
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +43,9 @@ class Request:
     computed: int = 0  # tokens whose K and V are in the pages
     committed: int = 0  # tokens that the cache was given, or had
     loaded: bool = True  # nothing is waited for
+    goal: int = 0  # tokens there were when it was admitted: what follows is its answer
+    state: int | None = None  # the own slot that has the states after `computed`; None: as the lease's match ends
+    kept: State | None = None  # of the answer, at its last whole page; it is committed when that is done
     done: bool = False
     matched_tokens: int = 0  # served from the cache when it was admitted
     host_tokens: int = 0  # of them, from the host
@@ -52,6 +62,15 @@ class Request:
         return [] if self.lease is None else self.lease.slots.tolist()
 
 
+class _Work(NamedTuple):
+    """A request's part of a step."""
+
+    request: Request
+    num_tokens: int
+    state: int | None = None  # the own slot for the states that are needed to go on
+    keep: int | None = None  # another for those that the cache is to have
+
+
 class _Begun(NamedTuple):
     """A commit or release on its way."""
 
@@ -66,6 +85,14 @@ class Runner:
     Each `step` is one forward pass: a token for each request that decodes, and chunks of the prompts of others, at
     most `step_tokens` together. A request is admitted when the cache has room for all that it may become, so it never
     has to stop for lack of pages. A prompt is committed chunk by chunk, the answer at its end.
+
+    Where layers have windows, room for all of it would be many times what is needed at once. There pages come chunk by
+    chunk and page by page, and what was slid past goes back with each commit; who finds none has the youngest start
+    over later, from what is cached by then.
+
+    Where layers keep states, they are committed at multiples of the daemon's interval, where the match of full
+    attention alone would have ended (others branch off there), at the last whole page of the prompt but its last token,
+    and of the answer. Chunks end there. A state for which there is no slot is left out.
     """
 
     client: Client
@@ -80,6 +107,14 @@ class Runner:
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.step_tokens < self.max_running:
             raise BadRequest(f"step_tokens = {self.step_tokens} must be max_running = {self.max_running} or more")
+        self._page_size = self.client.geometry.page_size
+        window, states = self.client.window, self.client.mamba
+        self._interval = None if states is None else states.interval
+        self._chunk: int | None = None  # tokens that get pages at once, where there are windows
+        if window is not None:
+            # Beside them a request holds its window, whose first page need not be a whole one of it.
+            spare = window.geometry.num_pages - -(-window.tokens // self._page_size) - 1
+            self._chunk = min(self.step_tokens, max(1, spare) * self._page_size)
 
     def submit(
         self,
@@ -133,7 +168,7 @@ class Runner:
     def step(self) -> list[Request]:
         """One forward pass; the requests that it finished.
 
-        NoSpace: nothing runs and others hold the pages that the next request needs; it stays queued (`give_up`).
+        NoSpace: nothing else runs and others hold what the next request needs; it stays queued (`give_up`).
         """
         self.settle()
         self._admit()
@@ -141,20 +176,21 @@ class Runner:
         if not work:
             return []
         try:
-            logits = self.executor.run([self._part(request, count) for request, count in work])
+            logits = self.executor.run([self._part(each) for each in work])
         except TransferError:
             self._acquire_anew()
             return []
         self.num_steps += 1
         row = 0
-        for request, count in work:
+        for request, count, state, _ in work:
             request.loaded = True
             request.computed += count
+            request.state = state
             if request.computed == len(request.tokens):
                 self._take(request, logits[row])
                 row += 1
-        for request, _ in work:
-            self._commit(request)
+        for each in work:
+            self._commit(each.request, each.keep)
         self._record()
         finished = [request for request in self._running if request.done]
         self._running = [request for request in self._running if not request.done]
@@ -189,15 +225,17 @@ class Runner:
         while self._waiting and len(self._running) < self.max_running:
             request = self._waiting[0]
             tokens = request.tokens
+            options: AcquireOptions = request.namespace._asdict()  # type: ignore[assignment]
+            # The last token is always computed: its logits are what we are here for.
+            options["limit"] = len(tokens) - 1
+            if self._chunk is not None:
+                options["room"] = self._chunk
+            else:  # the last new token is never computed, so it needs no room
+                options["reserve"] = max(0, len(request.prompt) + request.max_new_tokens - 1 - len(tokens))
+            if self._interval is not None:
+                options["states"] = 1
             try:
-                lease = self.client.acquire(
-                    tokens.tobytes(),
-                    **request.namespace._asdict(),
-                    # The last token is always computed: its logits are what we are here for.
-                    limit=len(tokens) - 1,
-                    # The last new token is never computed, so it needs no room.
-                    reserve=max(0, len(request.prompt) + request.max_new_tokens - 1 - len(tokens)),
-                )
+                lease = self.client.acquire(tokens.tobytes(), **options)
             except NoSpace:
                 if not self._running:
                     raise
@@ -208,27 +246,94 @@ class Runner:
             request.computed = request.committed = request.matched_tokens = lease.matched_tokens
             request.host_tokens = lease.host_tokens
             request.loaded = lease.load is None
+            request.goal = len(tokens)
+            request.state = request.kept = None
 
-    def _choose(self) -> list[tuple[Request, int]]:
+    def _choose(self) -> list[_Work]:
         """Who computes how many tokens: first all that decode, so that a long prompt holds up nobody."""
         left = self.step_tokens
         work = []
         for request in sorted(self._running, key=lambda each: len(each.tokens) - each.computed > 1):
+            if request.lease is None:
+                continue  # it made room for another
             count = min(left, len(request.tokens) - request.computed)
-            if count:
-                work.append((request, count))
+            if self._chunk is not None:
+                count = min(count, self._chunk)
+            if self._interval is not None:
+                count = min(count, self._next_state(request) - request.computed)
+            if count and self._grow(request, request.computed + count):
+                work.append(_Work(request, count, *self._state_slots(request, request.computed + count)))
                 left -= count
-        return work
+        return [each for each in work if each.request.lease is not None]
 
-    def _part(self, request: Request, count: int) -> Part:
+    def _next_state(self, request: Request) -> int:
+        """The tokens after which the states are next to be committed."""
         assert request.lease is not None
+        assert self._interval is not None
+        computed, page = request.computed, self._page_size
+        ends = [computed - computed % self._interval + self._interval, request.lease.reaches[0]]
+        ends.append((request.goal - 1) // page * page if computed < request.goal else computed - computed % page + page)
+        return min(end for end in ends if end > computed)
+
+    def _grow(self, request: Request, upto: int) -> bool:
+        """Pages for the first so many tokens; others may have to start over for that. False: it has to itself.
+
+        NoSpace: it is alone.
+        """
+        lease = request.lease
+        assert lease is not None
+        while len(lease.slots) * self._page_size < upto:
+            try:
+                lease.extend(request.tokens[len(lease.tokens) : upto].tobytes(), upto=upto)
+            except NoSpace:
+                youngest = self._running[-1]
+                self._start_over([youngest])
+                if not self._running:
+                    raise
+                if youngest is request:
+                    return False
+                self.settle()
+        return True
+
+    def _state_slots(self, request: Request, end: int) -> tuple[int | None, int | None]:
+        """Own slots for the states after so many tokens: to go on from, and for the cache, where it is to have them."""
+        lease = request.lease
+        assert lease is not None
+        if lease.mamba is None:
+            return None, None
+        held = set(lease.mamba.slots.tolist())
+        state = request.state if request.state is not None else min(held)
+        if end % self._page_size or end not in (self._next_state(request), request.goal):
+            return state, None
+        kept = set() if request.kept is None else {request.kept.slot}
+        if not kept and not held - {state}:
+            try:
+                lease.extend(states=1)
+            except NoSpace:
+                return state, None
+            held = set(lease.mamba.slots.tolist())
+        return state, min(kept or held - {state})
+
+    def _part(self, work: _Work) -> Part:
+        request, count, state, keep = work
+        lease = request.lease
+        assert lease is not None
         start, stop = request.computed, request.computed + count
+        window = states = None
+        if lease.window is not None:
+            window = WindowPart(lease.window.first_page, lease.window.slots.tobytes())
+        if lease.mamba is not None:
+            assert state is not None
+            source = lease.mamba.source if request.state is None else request.state
+            states = StatePart(source, (state,) if keep is None else (state, keep))
         return Part(
             request.tokens[start:stop].tobytes(),
             start,
-            request.lease.slots.tobytes(),
-            None if request.loaded else request.lease.load,
+            lease.slots.tobytes(),
+            None if request.loaded else lease.load,
             stop == len(request.tokens),
+            window,
+            states,
         )
 
     @staticmethod
@@ -244,19 +349,26 @@ class Runner:
         request.tokens.append(token)
         request.done = token in request.stop or len(request.tokens) == len(request.prompt) + request.max_new_tokens
 
-    def _commit(self, request: Request) -> None:
-        """Give the cache the whole pages that are new: of a prompt at once, of an answer when it is done."""
+    def _commit(self, request: Request, keep: int | None) -> None:
+        """Give the cache the whole pages that are new: of a prompt at once, of an answer when it is done, and before as
+        far as the lease was told of it. `keep`: the slot that has the states after what is computed."""
         lease = request.lease
         assert lease is not None
-        if request.done:
-            known = len(lease.tokens)
-            if request.computed > known:  # within what was reserved: this can't fail for lack of room
-                lease.extend(request.tokens[known : request.computed].tobytes())
-        page_size = self.client.geometry.page_size
-        whole = min(request.computed, len(lease.tokens)) // page_size * page_size
-        if whole > request.committed:
+        computed, states = request.computed, []
+        if keep is not None:
+            request.kept = State(computed, keep)
+        # What an answer will be is not known, so of its whole pages the last one's state is kept until it is done.
+        kept = request.kept
+        if kept and (request.done or kept.tokens < request.goal or kept.tokens % (self._interval or 1) == 0):
+            states.append(kept)
+            request.kept = None
+        known = len(lease.tokens)
+        if computed > known and (request.done or states):  # it has the pages: this can't fail for lack of room
+            lease.extend(request.tokens[known:computed].tobytes())
+        whole = min(computed, len(lease.tokens)) // self._page_size * self._page_size
+        if whole > request.committed or states:
             request.committed = whole
-            self._begun.append(_Begun(lease.commit_begin(whole), request))
+            self._begun.append(_Begun(lease.commit_begin(whole, states=states), request))
         if request.done:
             self._release(request)
 
@@ -271,12 +383,15 @@ class Runner:
         self.executor.record([ticket for ticket in tickets if ticket is not None])
 
     def _acquire_anew(self) -> None:
-        """A load from the host failed, of one of those that were waited for: they start over, ahead of the rest.
+        """A load from the host failed, of one of those that were waited for.
 
         What the others wrote in this step they write again in the next.
         """
-        failed = [request for request in self._running if not request.loaded]
-        for request in reversed(failed):
+        self._start_over([request for request in self._running if not request.loaded])
+
+    def _start_over(self, requests: Sequence[Request]) -> None:
+        """Ahead of the rest, from what is cached by then."""
+        for request in reversed(requests):
             self._running.remove(request)
             self._release(request)
             self._waiting.appendleft(request)
