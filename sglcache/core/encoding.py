@@ -69,6 +69,15 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
+class Group(NamedTuple):
+    """What a companion of full KV is told as, in vLLM's fields. Full KV is group 0, and is told without them."""
+
+    number: int
+    kind: str  # vLLM's KVCacheSpecKind: sliding_window, mamba, ...
+    window: int | None = None  # tokens that a query sees, itself included
+    by_end: bool = False  # of a node its last page is told alone: that is what the state belongs to
+
+
 @dataclass(frozen=True)
 class Format:
     """How blocks are told of.
@@ -76,13 +85,23 @@ class Format:
     `encoding`: map (SGLang >= 0.5.21, Dynamo), array (SGLang <= 0.5.19, llm-d) or superset (map with the keys that
     vLLM's structs require). `extra_key_as`: the field, lora_name or cache_salt, that stands for an extra_key; None:
     namespaces with one are not told of. `hash_salts`: a salt is told as the hex of its sha256. `withhold_tokens`:
-    token_ids is empty.
+    token_ids is empty. `groups`: what is told beside full KV, one for each companion of it in their order; none:
+    nothing is. ConfigError: arrays have no place for groups.
     """
 
     encoding: str = "map"
     extra_key_as: str | None = None
     hash_salts: bool = False
     withhold_tokens: bool = False
+    groups: tuple[Group, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.groups and self.encoding == "array":
+            raise ConfigError(
+                "events.groups tells of windows and states in fields that arrays have no place for; use "
+                'events.encoding = "map" or "superset", or leave events.groups out',
+                path="events.groups",
+            )
 
     def extras(self, namespace: Namespace) -> Extras | None:
         """By which fields a router knows the namespace; None: by none, so that it must not be told of it.
@@ -106,13 +125,13 @@ class Format:
 
 class Encoding(Protocol):
     """An event's pieces. `hashes` and `tokens` are packed msgpack arrays, `parent` a packed integer or None at the
-    start."""
+    start, `group` None for full KV."""
 
     def stored(
-        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras
+        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras, group: Group | None = None
     ) -> tuple[bytes, ...]: ...
 
-    def removed(self, hashes: bytes, medium: str) -> tuple[bytes, ...]: ...
+    def removed(self, hashes: bytes, medium: str, group: Group | None = None) -> tuple[bytes, ...]: ...
 
     def cleared(self) -> tuple[bytes, ...]: ...
 
@@ -120,7 +139,8 @@ class Encoding(Protocol):
 class MapEncoding:
     """Tagged maps: SGLang 0.5.21 and later; fields that are None are left out, except the two SGLang always sends.
 
-    As `superset` lora_name is always there, too, nil where there is none: vLLM's struct has no default for it.
+    As `superset` lora_name is always there, too, nil where there is none: vLLM's struct has no default for it. A
+    group's fields are behind all others, and of full KV there are none: its bytes are the same with groups and without.
     """
 
     def __init__(self, page_size: int, superset: bool = False) -> None:
@@ -128,7 +148,7 @@ class MapEncoding:
         self._superset = superset
 
     def stored(
-        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras
+        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras, group: Group | None = None
     ) -> tuple[bytes, ...]:
         count = 7
         tail = b""
@@ -137,6 +157,11 @@ class MapEncoding:
                 if value is not None or (self._superset and name == "lora_name"):
                     count += 1
                     tail += pack_value(name) + pack_value(value)
+        if group is not None:
+            count += 2 if group.window is None else 3
+            tail += _GROUP_IDX + pack_value(group.number) + b"\xb2kv_cache_spec_kind" + pack_value(group.kind)
+            if group.window is not None:
+                tail += b"\xbckv_cache_spec_sliding_window" + pack_value(group.window)
         return (
             _STORED[count],
             hashes,
@@ -145,29 +170,34 @@ class MapEncoding:
             self._size + pack_value(medium) + tail,
         )
 
-    def removed(self, hashes: bytes, medium: str) -> tuple[bytes, ...]:
-        return b"\x83\xa4type\xacBlockRemoved\xacblock_hashes", hashes, b"\xa6medium" + pack_value(medium)
+    def removed(self, hashes: bytes, medium: str, group: Group | None = None) -> tuple[bytes, ...]:
+        tail = b"\xa6medium" + pack_value(medium)
+        if group is None:
+            return b"\x83\xa4type\xacBlockRemoved\xacblock_hashes", hashes, tail
+        return b"\x84\xa4type\xacBlockRemoved\xacblock_hashes", hashes, tail + _GROUP_IDX + pack_value(group.number)
 
     def cleared(self) -> tuple[bytes, ...]:
         return (b"\x81\xa4type\xb0AllBlocksCleared",)
 
 
 class ArrayEncoding:
-    """Tagged arrays: SGLang up to 0.5.19, where a salt is an eighth element, and sessions and loras have no place."""
+    """Tagged arrays: SGLang up to 0.5.19, where a salt is an eighth element; sessions, loras, groups have no place."""
 
     def __init__(self, page_size: int) -> None:
         self._size = pack_value(page_size) + b"\xc0"
 
     def stored(
-        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras
+        self, hashes: bytes, parent: bytes | None, tokens: bytes, medium: str, more: Extras, group: Group | None = None
     ) -> tuple[bytes, ...]:
+        assert group is None, f"{group} in an array"
         tail = self._size + pack_value(medium)
         if more.cache_salt is not None:
             tail += pack_value({"cache_salt": more.cache_salt})
         head = b"\x97\xabBlockStored" if more.cache_salt is None else b"\x98\xabBlockStored"
         return head, hashes, parent or b"\xc0", tokens, tail
 
-    def removed(self, hashes: bytes, medium: str) -> tuple[bytes, ...]:
+    def removed(self, hashes: bytes, medium: str, group: Group | None = None) -> tuple[bytes, ...]:
+        assert group is None, f"{group} in an array"
         return b"\x93\xacBlockRemoved", hashes, pack_value(medium)
 
     def cleared(self) -> tuple[bytes, ...]:
@@ -186,4 +216,5 @@ def encoding(name: str, page_size: int) -> Encoding:
     return ArrayEncoding(page_size) if name == "array" else MapEncoding(page_size, name == "superset")
 
 
-_STORED = {n: bytes((0x80 | n,)) + b"\xa4type\xabBlockStored\xacblock_hashes" for n in range(7, 11)}
+_STORED = {n: bytes((0x80 | n,)) + b"\xa4type\xabBlockStored\xacblock_hashes" for n in range(7, 14)}
+_GROUP_IDX = b"\xa9group_idx"

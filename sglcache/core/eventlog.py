@@ -17,7 +17,7 @@ import numpy as np
 
 from sglcache.core import encoding, hashing
 from sglcache.core.effects import Publish
-from sglcache.core.encoding import NO_EXTRAS, NO_TOKENS, PLAIN, Extras, Format
+from sglcache.core.encoding import NO_EXTRAS, NO_TOKENS, PLAIN, Extras, Format, Group
 from sglcache.core.hashing import Hasher
 from sglcache.core.key import Keys, Namespace
 from sglcache.units import Seq, Tier
@@ -96,6 +96,7 @@ class _Stored(NamedTuple):
     extras: Extras
     start: int = 0  # the pages that are still to be told
     stop: int | None = None
+    group: Group | None = None
 
 
 class _Removed(NamedTuple):
@@ -103,6 +104,7 @@ class _Removed(NamedTuple):
     hashes: Hashes
     start: int = 0
     stop: int | None = None
+    group: Group | None = None
 
 
 class _Named(NamedTuple):
@@ -115,10 +117,12 @@ class _Named(NamedTuple):
 class Run:
     """Neighbouring records that become one event."""
 
-    __slots__ = ("digests", "extras", "num_blocks", "parent", "stored", "tier", "tokens")
+    __slots__ = ("digests", "extras", "group", "num_blocks", "parent", "stored", "tier", "tokens")
 
-    def __init__(self, stored: bool, tier: Tier, parent: bytes | None, extras: Extras) -> None:
-        self.stored, self.tier, self.parent, self.extras = stored, tier, parent, extras
+    def __init__(
+        self, stored: bool, tier: Tier, parent: bytes | None, extras: Extras, group: Group | None = None
+    ) -> None:
+        self.stored, self.tier, self.parent, self.extras, self.group = stored, tier, parent, extras, group
         self.digests: list[bytes] = []
         self.tokens: list[bytes] = []
         self.num_blocks = 0
@@ -133,7 +137,7 @@ class Frame(NamedTuple):
 
 
 class Tally:
-    """A tier's blocks as routers know them: how many, and the sum of their hashes mod 2**64, whatever their order."""
+    """A tier's full KV as routers know it: how many blocks, and the sum of their hashes mod 2**64, in any order."""
 
     __slots__ = ("count", "total")
 
@@ -180,6 +184,7 @@ class EventLog:
         self.encoding = encoding.encoding(format.encoding, keys.page_size)
         # Of the tiers that we own: what EXTERNAL has is a hint.
         self.tallies = {tier: Tally() for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
+        self.groups = format.groups
         self._withhold = format.withhold_tokens
         self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
         self.published: list[Publish] = []
@@ -202,14 +207,25 @@ class EventLog:
 
     # -- recording: called where presence changes, and nowhere else -------------------------------------
 
-    def stored(self, node: Node, tier: Tier, session_id: str | None) -> None:
+    def group(self, resource: int) -> Group | None:
+        """What a companion is told as (`resource` from 1); None: not at all."""
+        return self.groups[resource - 1] if resource <= len(self.groups) else None
+
+    def stored(self, node: Node, tier: Tier, session_id: str | None, resource: int = 0) -> None:
+        """The node's pages, or what else that resource keeps of it, are in the tier. Full KV of it was told before."""
+        group = None
+        if resource:
+            group = self.group(resource)
+            if group is None:
+                return
         parent, extras = node.parent, node.space.extras
         assert parent is not None
         assert extras is not None, f"{node} is not to be told of"
         hashes = node.hashes or self._promise(node)
         if session_id is not None:
             extras = extras._replace(session_id=session_id)
-        self._records.append(_Stored(tier, node.key, hashes, parent.hashes, extras))
+        start = node.num_bytes // self.keys.page_bytes - 1 if group is not None and group.by_end else 0
+        self._records.append(_Stored(tier, node.key, hashes, parent.hashes, extras, start, group=group))
 
     def _promise(self, node: Node) -> Hashes:
         """Of the pages of a node that has no digests; the node above it has them, or the promise."""
@@ -256,10 +272,17 @@ class EventLog:
         self._records.append(_Removed(tier, digests))
         self.removals += 1
 
-    def removed(self, node: Node, tier: Tier) -> None:
+    def removed(self, node: Node, tier: Tier, resource: int = 0) -> None:
+        """As `stored`."""
+        group = None
+        if resource:
+            group = self.group(resource)
+            if group is None:
+                return
         hashes = node.hashes
         assert hashes is not None
-        self._records.append(_Removed(tier, hashes))
+        start = node.num_bytes // self.keys.page_bytes - 1 if group is not None and group.by_end else 0
+        self._records.append(_Removed(tier, hashes, start, group=group))
         self.removals += 1
 
     def cleared(self) -> None:
@@ -330,7 +353,7 @@ class EventLog:
             budget -= RECORD_COST + self.cost(len(digests) // size)
             if isinstance(record, _Removed):
                 self.removals -= 1
-                self._add(ts, False, record.tier, digests, b"", None, NO_EXTRAS)
+                self._add(ts, False, record.tier, digests, b"", None, NO_EXTRAS, record.group)
                 continue
             parent: bytes | None
             tokens = record.tokens
@@ -344,7 +367,7 @@ class EventLog:
                 parent = record.before[-size:]
             else:
                 parent = _last_digest(record.before, size)
-            self._add(ts, True, record.tier, digests, tokens, parent, record.extras)
+            self._add(ts, True, record.tier, digests, tokens, parent, record.extras, record.group)
         self._close_run()
         self._close_batch(ts, heartbeat=heartbeat)
         self.num_full_cuts += 1
@@ -357,13 +380,21 @@ class EventLog:
         return False
 
     def _add(
-        self, ts: float, stored: bool, tier: Tier, digests: bytes, tokens: bytes, parent: bytes | None, extras: Extras
+        self,
+        ts: float,
+        stored: bool,
+        tier: Tier,
+        digests: bytes,
+        tokens: bytes,
+        parent: bytes | None,
+        extras: Extras,
+        group: Group | None,
     ) -> None:
         """Join the open run if it may (REFERENCE 5.2), else begin another; never more than max_blocks in one."""
         size, keys = self.hasher.size, self.keys
         count = len(digests) // size
         start = 0
-        if tier in self.tallies:
+        if group is None and tier in self.tallies:
             self.tallies[tier].add(digests, size, 1 if stored else -1)
         while start < count:
             run = self._run
@@ -375,12 +406,13 @@ class EventLog:
             if run is not None and not (
                 run.stored is stored
                 and run.tier is tier
+                and run.group is group
                 and (not stored or (run.extras == extras and parent is not None and run.digests[-1][-size:] == parent))
             ):
                 self._close_run()
                 run = None
             if run is None:
-                run = self._run = Run(stored, tier, parent, extras)
+                run = self._run = Run(stored, tier, parent, extras, group)
             take = min(room, count - start)
             if take == count:
                 run.digests.append(digests)
@@ -423,9 +455,9 @@ class EventLog:
                 tokens = NO_TOKENS if self._withhold else self._pack(run.tokens)
                 self._packed = (run.tokens, run.digests, hashes, tokens)
         if not run.stored:
-            return self.encoding.removed(hashes, run.tier.medium)
+            return self.encoding.removed(hashes, run.tier.medium, run.group)
         parent = None if run.parent is None else encoding.pack_hash(run.parent)
-        return self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras)
+        return self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras, run.group)
 
     def _pack(self, runs: list[bytes]) -> bytes:
         if self.keys.bigram:

@@ -6,6 +6,10 @@ A batch is the msgpack array [ts, events, rank]. An event is one of three forms,
 * superset: the same with options that are nil, because some reader requires the key;
 * array (SGLang <= 0.5.19): [name, fields...], and behind a salted store's fields the map {"cache_salt": ...}.
 
+What is told is full KV. Of a model that keeps a window or a state as well these may be told, too, as other *groups*, in
+vLLM's fields (in its maps, and in the arrays it had before): an event with a `group_idx` above 0 says nothing of full
+KV, and who does not know of groups must not be sent it.
+
 The daemon packs the same bytes without these structs, because token ids must not become Python ints there. Encoding
 them (`encode_batch`) gives byte for byte SGLang's maps, and so what the daemon's packing is held against.
 """
@@ -42,13 +46,17 @@ class BlockStored(_Event, frozen=True, gc=False):
     cache_salt: str | None = None
     session_id: str | None = None  # attribution only
     lora_name: str | None = None
+    group_idx: int | None = None  # None and 0: full KV
+    kv_cache_spec_kind: str | None = None  # what the group keeps: sliding_window, mamba, ...
+    kv_cache_spec_sliding_window: int | None = None  # tokens that a query of the group sees, itself included
 
 
 class BlockRemoved(_Event, frozen=True, gc=False):
-    """The blocks are no longer readable on `medium`; other media keep theirs. Of an unknown block: nothing."""
+    """The blocks are no longer readable on `medium`; other media and groups keep theirs. Of an unknown one: nothing."""
 
     block_hashes: list[BlockHash]
     medium: str | None = None  # None: GPU
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(_Event, frozen=True, gc=False):
@@ -78,12 +86,17 @@ class _ArrayStored(Struct, tag="BlockStored", array_like=True):
     block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None = None
     medium: str | None = None
-    more: Any = None  # SGLang 0.5.19: {"cache_salt": str}; vLLM before its maps: lora_name
+    more: Any = None  # SGLang 0.5.19: {"cache_salt": str}; vLLM before its maps: lora_name, and then these
+    extra_keys: Any = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class _ArrayRemoved(Struct, tag="BlockRemoved", array_like=True):
     block_hashes: list[BlockHash]
     medium: str | None = None
+    group_idx: int | None = None
 
 
 class _ArrayCleared(Struct, tag="AllBlocksCleared", array_like=True):
@@ -123,6 +136,11 @@ _decode_keys = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
 NIL = b"\xc0"  # msgpack's None
 
 _KNOWN = {kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+
+
+def is_full(event: BlockStored | BlockRemoved) -> bool:
+    """Whether it tells of full KV, and not of another group."""
+    return not event.group_idx
 
 
 def medium_of(event: BlockStored | BlockRemoved) -> str:
@@ -197,7 +215,7 @@ def _from_array(event: _ArrayStored | _ArrayRemoved | _ArrayCleared) -> Event:
     if isinstance(event, _ArrayCleared):
         return AllBlocksCleared()
     if isinstance(event, _ArrayRemoved):
-        return BlockRemoved(event.block_hashes, event.medium)
+        return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
     if isinstance(event.more, str):
         salt, lora = None, event.more
     else:
@@ -211,4 +229,7 @@ def _from_array(event: _ArrayStored | _ArrayRemoved | _ArrayCleared) -> Event:
         event.medium,
         cache_salt=salt,
         lora_name=lora,
+        group_idx=event.group_idx,
+        kv_cache_spec_kind=event.kv_cache_spec_kind,
+        kv_cache_spec_sliding_window=event.kv_cache_spec_sliding_window,
     )

@@ -12,7 +12,7 @@ import pytest
 
 from sglcache.core import snapshot as snapshot_module
 from sglcache.core.effects import Effect, Publish
-from sglcache.core.encoding import Format
+from sglcache.core.encoding import Format, Group
 from sglcache.core.hashing import block_hash
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import Namespace
@@ -330,6 +330,55 @@ def test_the_superset_has_every_key_that_vllm_wants() -> None:
         "lora_name",
     ]
     assert (plain["lora_name"], named["lora_name"]) == (None, "a")
+
+
+WINDOW, STATE = Group(1, "sliding_window", 128), Group(2, "mamba", by_end=True)
+
+
+@pytest.mark.parametrize("name", ["map", "superset"])
+def test_a_group_is_told_in_fields_behind_all_others_and_full_kv_as_ever(name: str) -> None:
+    plain, index = index_of(Format(name)), index_of(Format(name, groups=(WINDOW, STATE)))
+    put(plain, [5, 6, 7, 8], lora="a")
+    put(index, [5, 6, 7, 8], lora="a")
+    (node,) = index.tree.nodes()
+    log = index.log
+    assert log is not None
+    for resource in (1, 2):
+        log.stored(node, Tier.DEVICE, None, resource)
+    for resource in (2, 1):
+        log.removed(node, Tier.DEVICE, resource)
+    cleared, full, window, state, no_state, no_window = events(index)
+    assert [cleared, full] == events(plain)
+    told = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128}
+    assert list(window.items()) == [*full.items(), *told.items()]
+    first, last = full["block_hashes"]
+    assert state == {
+        **full,
+        "block_hashes": [last],
+        "parent_block_hash": first,
+        "token_ids": [7, 8],
+        "group_idx": 2,
+        "kv_cache_spec_kind": "mamba",
+    }
+    assert no_state == {"type": "BlockRemoved", "block_hashes": [last], "medium": "GPU", "group_idx": 2}
+    assert no_window == {"type": "BlockRemoved", "block_hashes": [first, last], "medium": "GPU", "group_idx": 1}
+    assert index.digest() == plain.digest()  # of full KV alone
+
+
+def test_a_group_that_is_not_to_be_told_is_not_queued() -> None:
+    index = index_of(Format())
+    put(index, [5, 6, 7, 8])
+    events(index)
+    (node,) = index.tree.nodes()
+    assert index.log is not None
+    index.log.stored(node, Tier.DEVICE, None, 1)
+    index.log.removed(node, Tier.DEVICE, 1)
+    assert not index.uncut
+
+
+def test_a_group_has_no_place_in_an_array() -> None:
+    with pytest.raises(ConfigError, match="superset"):
+        Format("array", groups=(WINDOW,))
 
 
 def test_withheld_tokens_are_an_empty_list() -> None:

@@ -14,6 +14,7 @@ from sglcache.wire.events import (
     decode_batch,
     encode_batch,
     forms_of,
+    is_full,
     medium_of,
 )
 
@@ -159,8 +160,42 @@ def test_an_array_may_stop_where_the_rest_has_defaults(fields: int) -> None:
     assert decode_batch(batch_of(["BlockRemoved", [1]])).events == [BlockRemoved([1])]
 
 
+def test_the_fields_of_a_group_are_vllms_and_stand_last() -> None:
+    stored = BlockStored(
+        [1], None, [5, 6], 2, None, "GPU", lora_name="a",
+        group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=128,
+    )  # fmt: skip
+    removed = BlockRemoved([1], "GPU", group_idx=2)
+    payload = encode_batch(Batch(0.0, [stored, removed], 0))
+    raw = msgspec.msgpack.decode(payload)[1]
+    assert list(raw[0])[-4:] == ["lora_name", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"]
+    assert raw[1] == {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "group_idx": 2}
+    assert decode_batch(payload).events == [stored, removed]
+    assert not is_full(stored)
+    assert not is_full(removed)
+
+
+def test_group_0_and_no_group_are_full_kv() -> None:
+    events = decode_batch(batch_of({**STORED, "group_idx": 0, "kv_cache_spec_kind": "full_attention"}, STORED)).events
+    assert [is_full(event) for event in events if isinstance(event, BlockStored)] == [True, True]
+
+
+def test_a_group_in_vllms_arrays_is_read_as_well() -> None:
+    stored, removed = decode_batch(
+        batch_of(
+            ["BlockStored", [1], None, [5, 6], 2, None, "GPU", "a", None, 1, "sliding_window", 64],
+            ["BlockRemoved", [1], "GPU", 1],
+        )
+    ).events
+    assert stored == BlockStored(
+        [1], None, [5, 6], 2, None, "GPU", lora_name="a",
+        group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64,
+    )  # fmt: skip
+    assert removed == BlockRemoved([1], "GPU", 1)
+
+
 def test_a_nil_option_is_no_option() -> None:
-    nils = {**STORED, "medium": "GPU", "cache_salt": None, "session_id": None, "lora_name": None}
+    nils = {**STORED, "medium": "GPU", "cache_salt": None, "session_id": None, "lora_name": None, "group_idx": None}
     assert decode_batch(batch_of(nils)).events == [BlockStored([1], None, [5, 6], 2, None, "GPU")]
 
 
@@ -170,7 +205,7 @@ def test_one_batch_may_hold_every_form() -> None:
 
 
 def test_what_later_versions_add_to_an_array_is_left_out() -> None:
-    later = ["BlockStored", [1], None, [5, 6], 2, None, "GPU", None, "later", 7]
+    later = ["BlockStored", [1], None, [5, 6], 2, None, "GPU", None, [["x"]], None, None, None, "later", 7]
     assert decode_batch(batch_of(later, ["AllBlocksCleared", 1])).events == [
         BlockStored([1], None, [5, 6], 2, None, "GPU"),
         AllBlocksCleared(),
