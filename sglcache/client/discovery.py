@@ -53,6 +53,14 @@ class Rank(Struct):
     stream: Stream | None = None
 
 
+class Group(Struct):
+    """What a stream tells of beside full KV."""
+
+    group_idx: Annotated[int, Meta(ge=1)]
+    kind: str
+    window: Annotated[int, Meta(ge=1)] | None = None  # tokens
+
+
 class Server(NamedTuple):
     url: str
     sources: list[Source]  # of the first pipeline stage, where every router dials
@@ -64,6 +72,15 @@ class Server(NamedTuple):
     def bigram(self) -> bool:
         """Whether its keys are pairs of tokens, where the server says it."""
         return self.info.get("bigram") is True
+
+    @property
+    def groups(self) -> dict[int, int | None] | None:
+        """By `group_idx` the window's tokens, None for states. None: the server tells of full KV alone."""
+        try:
+            groups = msgspec.convert(self.info.get("groups") or [], list[Group])
+        except msgspec.ValidationError:
+            return None
+        return {each.group_idx: each.window for each in groups} or None
 
     @property
     def later_stages(self) -> list[Source]:

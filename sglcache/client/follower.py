@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sglcache.client.picture import Groups
 from sglcache.client.state import MirrorState
 from sglcache.errors import ProtocolError
 from sglcache.wire.events import AllBlocksCleared, Batch, Event, decode_batch
@@ -40,12 +41,13 @@ class Fact(NamedTuple):
 class Follower:
     """Keeps a `MirrorState` as near to the stream as its messages allow."""
 
-    def __init__(self, *, rank: int = 0, can_ask: bool = True, since: int = 0) -> None:
+    def __init__(self, *, rank: int = 0, can_ask: bool = True, since: int = 0, groups: Groups | None = None) -> None:
         """`can_ask`: there is someone to answer replays. Without, what came before the join and each gap is a loss.
 
         `since`: the number to begin with, if it can be had: 0 is a snapshot, a life's first number its whole story.
+        `groups`: as `Picture`.
         """
-        self.state = MirrorState(rank)
+        self.state = MirrorState(rank, groups)
         self.can_ask = can_ask
         self._since = since
         self.asked_from: int | None = None  # a replay from this number is wanted, or under way

@@ -25,7 +25,7 @@ import zmq
 from sglcache.client.discovery import Source, discover
 from sglcache.client.follower import Fact, Follower
 from sglcache.client.hashes import named
-from sglcache.client.picture import Block, BlockHashes, Digest, Match, Tokens, medium
+from sglcache.client.picture import Block, BlockHashes, Digest, Groups, Match, Tokens, medium
 from sglcache.client.state import MirrorState
 from sglcache.errors import BadRequest, ClosedError, ConfigError
 from sglcache.net.endpoints import dial, parse
@@ -95,6 +95,9 @@ class Mirror:
 
     `hash_name` (`xxh3_128` or `sha256`), or a function, computes block hashes where the stream withholds tokens;
     `bigram`: of a daemon whose keys are pairs (`pool.bigram`), which such a stream does not tell.
+
+    `groups`: of a model with windows or states, keep what is told of them (`events.groups`), so that a match also says
+    how much of it is `reusable`. By `group_idx` the tokens of the window, None for states; {} learns them as it goes.
     """
 
     def __init__(
@@ -109,12 +112,14 @@ class Mirror:
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
         bigram: bool = False,
+        groups: Groups | None = None,
     ) -> None:
         """`since`: the number to begin with, if it can be had; by default it begins with a snapshot.
 
         A stream that is bound to every interface (`tcp://*:5557`) is dialled on this host. ConfigError: it can't be.
         """
-        self._open([Source(endpoint, replay_endpoint, topic, rank)], replay_timeout_s, curve, hash_name, bigram, since)
+        source = Source(endpoint, replay_endpoint, topic, rank)
+        self._open([source], replay_timeout_s, curve, hash_name, bigram, groups, since)
 
     @classmethod
     def of(
@@ -125,10 +130,11 @@ class Mirror:
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
         bigram: bool = False,
+        groups: Groups | None = None,
     ) -> Mirror:
         """Of several ranks' streams at once."""
         mirror = cls.__new__(cls)
-        mirror._open(sources, replay_timeout_s, curve, hash_name, bigram)
+        mirror._open(sources, replay_timeout_s, curve, hash_name, bigram, groups)
         return mirror
 
     @classmethod
@@ -140,8 +146,9 @@ class Mirror:
         curve: Curve | None = None,
         hash_name: str | BlockHashes | None = None,
         bigram: bool = False,
+        groups: Groups | None = None,
     ) -> Mirror:
-        """Of every data-parallel rank of the server, as its /server_info advertises them.
+        """Of every data-parallel rank of the server, as its /server_info advertises them, and its `groups`.
 
         Unavailable: it does not answer. ConfigError: it has no stream to follow.
         """
@@ -152,6 +159,7 @@ class Mirror:
             curve=curve,
             hash_name=hash_name or server.hash_name,
             bigram=bigram or server.bigram,
+            groups=server.groups if groups is None else groups,
         )
 
     def _open(
@@ -161,6 +169,7 @@ class Mirror:
         curve: Curve | None,
         hash_name: str | BlockHashes | None,
         bigram: bool,
+        groups: Groups | None,
         since: int = 0,
     ) -> None:
         self._block_hashes = named(hash_name, bigram) if isinstance(hash_name, str) else hash_name
@@ -170,7 +179,7 @@ class Mirror:
             for source in sources:
                 if source.rank in self._streams:
                     raise BadRequest(f"two streams of rank {source.rank}")
-                self._streams[source.rank] = _Stream(self._context, source, timeout_s, curve, since)
+                self._streams[source.rank] = _Stream(self._context, source, timeout_s, curve, since, groups)
         except BaseException:
             self.close()
             raise
@@ -260,10 +269,11 @@ class Mirror:
         """
         found: dict[int, Match] = {}
         for rank, stream in self._streams.items():
-            match = stream.follower.state.picture.longest_match(
+            picture = stream.follower.state.picture
+            match = picture.longest_match(
                 tokens, lora_name=lora_name, cache_salt=cache_salt, tier=tier, block_hashes=self._block_hashes
             )
-            found[rank] = match.get(rank, Match(0, {}))
+            found[rank] = match.get(rank, picture.no_match)
         return found
 
     def check_digest(self, seq: int, tiers: Mapping[str, Sequence[int]], rank: int = 0) -> list[Disagreement] | None:
@@ -344,8 +354,10 @@ class _Stream:
         timeout_s: float,
         curve: Curve | None,
         since: int,
+        groups: Groups | None,
     ) -> None:
-        self.follower = Follower(rank=source.rank, can_ask=source.replay_endpoint is not None, since=since)
+        can_ask = source.replay_endpoint is not None
+        self.follower = Follower(rank=source.rank, can_ask=can_ask, since=since, groups=groups)
         self.until: int | None = None  # leave live messages beyond this number where they are
         self._held: tuple[int, bytes] | None = None  # the first of them
         self._context = context
@@ -457,4 +469,16 @@ class _Stream:
         return sock
 
 
-__all__ = ["Block", "Curve", "Digest", "Disagreement", "Fact", "Match", "Mirror", "MirrorState", "Source", "medium"]
+__all__ = [
+    "Block",
+    "Curve",
+    "Digest",
+    "Disagreement",
+    "Fact",
+    "Groups",
+    "Match",
+    "Mirror",
+    "MirrorState",
+    "Source",
+    "medium",
+]

@@ -8,6 +8,9 @@ an object that the cycle collector walks. Three kinds of dict share the keys and
 
 A match goes by tokens and parents, never by what the hashes are made of, which is the engine's affair. Two hashes of
 one content are kept apart: each has its own presence. Where the stream withholds tokens a match computes the hashes.
+
+All of this is full KV. What a stream tells of other groups (windows, states) is left out, or, for who wants it, kept
+beside it as sets of hashes (`_Groups`): blocks, digests and the length of a match are of full KV all the same.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ from typing import NamedTuple, TypeAlias
 
 from sglcache.errors import BadRequest, ConfigError
 from sglcache.units import Tier
-from sglcache.wire.events import AllBlocksCleared, BlockStored, Event, Token, medium_of
+from sglcache.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Token, is_full, medium_of
 
 Tokens: TypeAlias = Sequence[int] | bytes
 """Token ids, or bytes that are packed uint32 little-endian already."""
 
 BlockHashes: TypeAlias = Callable[[bytes, int, str | None, str | None], Iterable[int]]
 """(tokens packed as uint32, tokens per block, lora_name, cache_salt) to the hashes of the whole blocks, in order."""
+
+Groups: TypeAlias = Mapping[int, int | None]
+"""By `group_idx`, above 0: the tokens of its window; None: it keeps states, each told by the block that it follows."""
 
 MASK = (1 << 64) - 1
 HEAD, PARENT = 4, 8  # bytes of a key's parts; the tokens are the rest
@@ -54,6 +60,7 @@ class Match(NamedTuple):
 
     tokens: int  # each block in one tier or another
     tiers: dict[str, int]  # by medium: each block in that tier; media with nothing are left out
+    reusable: int | None = None  # of `tokens`, so many have what every group needs; None: groups are not followed
 
     def on(self, tier: Tier | str) -> int:
         """In one tier alone."""
@@ -68,8 +75,15 @@ def medium(tier: Tier | str) -> str:
 class Picture:
     """The blocks of every rank that one stream tells of."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups | None = None) -> None:
+        """`groups`: keep what is told of other groups, too: of these, and of more as they are told of. None: don't."""
+        self._groups = groups
         self._ranks: dict[int, _Rank] = {}
+
+    @property
+    def no_match(self) -> Match:
+        """What nothing is found as."""
+        return Match(0, {}, None if self._groups is None else 0)
 
     @property
     def ranks(self) -> list[int]:
@@ -80,9 +94,12 @@ class Picture:
         """Storing twice is storing once, removing the unknown is nothing, and a clear is of every tier of the rank."""
         held = self._ranks.get(rank)
         if held is None:
-            held = self._ranks[rank] = _Rank()
+            held = self._ranks[rank] = _Rank(self._groups)
         if isinstance(event, AllBlocksCleared):
-            self._ranks[rank] = _Rank()
+            self._ranks[rank] = _Rank(self._groups)
+        elif not is_full(event):
+            if held.groups is not None:
+                held.groups.apply(event)
         elif isinstance(event, BlockStored):
             held.store(event)
         else:
@@ -100,6 +117,13 @@ class Picture:
         """The hashes of the blocks in the tier (or medium)."""
         held = self._ranks.get(rank)
         return set(held.tiers.get(medium(tier), ())) if held is not None else set()
+
+    def group_hashes(self, number: int, tier: Tier | str, rank: int = 0) -> set[int]:
+        """The hashes of the blocks whose part of that group is in the tier (or medium); none if it is not followed."""
+        held = self._ranks.get(rank)
+        if held is None or held.groups is None:
+            return set()
+        return set(held.groups.held.get((number, medium(tier)), ()))
 
     def digests(self, rank: int = 0) -> dict[str, Digest]:
         """By medium, of those that were ever told of since the last clear. Costs nothing."""
@@ -134,7 +158,8 @@ class Picture:
 class _Rank:
     """One rank's tiers, and the way from a parent and tokens to a hash."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups | None) -> None:
+        self.groups = None if groups is None else _Groups(groups)
         self.spaces = _Spaces()
         self.tiers: dict[str, dict[int, bytes]] = {}
         self.sums: dict[str, int] = {}
@@ -241,8 +266,9 @@ class _Rank:
         self, ids: array[int], namespace: tuple[str | None, str | None], only: str | None, hashes: BlockHashes | None
     ) -> Match:
         tiers = [(name, held) for name, held in self.tiers.items() if held and only in (None, name)]
+        nothing = Match(0, {}, None if self.groups is None else 0)
         if not tiers:
-            return Match(0, {})
+            return nothing
         if self.withheld:
             if hashes is None:
                 raise ConfigError(
@@ -254,31 +280,36 @@ class _Rank:
         else:
             space = self.spaces.find(namespace)
             if space is None:
-                return Match(0, {})
+                return nothing
             steps = self._by_tokens(self._blocks_of(ids), space, [held for _, held in tiers])
-        blocks = 0
+        path: list[tuple[int, ...]] = []
         longest = [0] * len(tiers)
-        for blocks, mask in enumerate(steps, 1):
+        for mask, block_hashes in steps:
+            path.append(block_hashes)
             for place in range(len(tiers)):
                 if mask >> place & 1:
-                    longest[place] = blocks
+                    longest[place] = len(path)
         size = self.block_size
         return Match(
-            blocks * size, {name: count * size for (name, _), count in zip(tiers, longest, strict=True) if count}
+            len(path) * size,
+            {name: count * size for (name, _), count in zip(tiers, longest, strict=True) if count},
+            None if self.groups is None else self.groups.reach(path, size, only) * size,
         )
 
     @staticmethod
-    def _by_hash(hashes: Iterable[int], tiers: list[dict[int, bytes]]) -> Iterator[int]:
-        """Per block that is there, a mask of the tiers that have all blocks so far."""
+    def _by_hash(hashes: Iterable[int], tiers: list[dict[int, bytes]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Per block that is there, a mask of the tiers that have all blocks so far, and its hash."""
         mask = (1 << len(tiers)) - 1
         for block_hash in hashes:
             here = sum((block_hash in tier) << place for place, tier in enumerate(tiers))
             if not here:
                 return
             mask &= here
-            yield mask
+            yield mask, (block_hash,)
 
-    def _by_tokens(self, blocks: Iterable[bytes], space: int, tiers: list[dict[int, bytes]]) -> Iterator[int]:
+    def _by_tokens(
+        self, blocks: Iterable[bytes], space: int, tiers: list[dict[int, bytes]]
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """The same. Where one content has several hashes, each is a way on, with its own mask."""
         flags = space | BIGRAMS if self.bigrams else space
         head, child = flags.to_bytes(HEAD, "big"), (flags | HAS_PARENT).to_bytes(HEAD, "big")
@@ -286,6 +317,7 @@ class _Rank:
         ways = [(head, (1 << len(tiers)) - 1)]
         for tokens in blocks:
             onward: list[tuple[bytes, int]] = []
+            hashes: tuple[int, ...] = ()
             reached = 0
             for before, mask in ways:
                 key = before + tokens
@@ -299,10 +331,11 @@ class _Rank:
                             here |= 1 << place
                     if here:
                         onward.append((child + block_hash.to_bytes(PARENT, "big", signed=True), mask & here))
+                        hashes += (block_hash,)
                         reached |= mask & here
             if not onward:
                 return
-            yield reached
+            yield reached, hashes
             ways = onward
 
     def _blocks_of(self, ids: array[int]) -> Iterator[bytes]:
@@ -317,6 +350,39 @@ class _Rank:
             packed, width = ids.tobytes(), 4 * size
             return (packed[at : at + width] for at in range(0, len(packed) - width + 1, width))
         return (_pack(ids[at : at + size], size)[0] for at in range(0, len(ids) - size + 1, size))
+
+
+class _Groups:
+    """Which blocks have a window, and which end with a state: what a match needs besides full KV."""
+
+    def __init__(self, windows: Groups) -> None:
+        self.windows = dict(windows)
+        self.held: dict[tuple[int, str], set[int]] = {}
+
+    def apply(self, event: BlockStored | BlockRemoved) -> None:
+        assert event.group_idx
+        here = self.held.setdefault((event.group_idx, medium_of(event)), set())
+        if isinstance(event, BlockStored):
+            self.windows.setdefault(event.group_idx, event.kv_cache_spec_sliding_window)
+            here.update(event.block_hashes)
+        else:
+            here.difference_update(event.block_hashes)
+
+    def reach(self, path: list[tuple[int, ...]], block_size: int, only: str | None) -> int:
+        """How many of the blocks (the hashes of each) a runner can go on behind: the most that every group allows.
+
+        A window allows it where all blocks that the next token's query sees are there, a state where there is one; both
+        in whatever tier, or in `only`.
+        """
+        able = [True] * len(path)
+        for number, window in self.windows.items():
+            tiers = [held for (of, name), held in self.held.items() if of == number and only in (None, name)]
+            needed = 1 if window is None else -(-window // block_size) if block_size else 0
+            run = 0
+            for place, hashes in enumerate(path):
+                run = run + 1 if any(each in tier for tier in tiers for each in hashes) else 0
+                able[place] &= run >= min(needed, place + 1)
+        return max((place + 1 for place, is_able in enumerate(able) if is_able), default=0)
 
 
 class _Spaces:

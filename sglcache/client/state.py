@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from sglcache.client.picture import Block, Digest, Picture
+from sglcache.client.picture import Block, Digest, Groups, Picture
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared, Batch, Event
 
@@ -26,8 +26,8 @@ KEPT_DIGESTS = 4096  # changes of the picture that `digests_at` looks back
 class MirrorState:
     """The blocks of each (rank, medium) after the batches applied so far, and the number that is next."""
 
-    def __init__(self, rank: int = 0) -> None:
-        """`rank`: of a batch that names none, and the one that `digests_at` tells of."""
+    def __init__(self, rank: int = 0, groups: Groups | None = None) -> None:
+        """`rank`: of a batch that names none, and the one that `digests_at` tells of. `groups`: as `Picture`."""
         self.rank = rank
         self.first_seq: int | None = None  # of the first batch that was taken in
         self.next_seq: int | None = None  # None: nothing has been applied
@@ -35,7 +35,7 @@ class MirrorState:
         self.snapshot: int | None = None  # a replay that started anew is under way; its first frame's number
         self.losses = 0  # gaps that were not repaired
         self.stale_batches = 0  # with a number that was there before
-        self.picture = Picture()
+        self.picture = Picture(groups)
         self._digests: deque[tuple[int, dict[str, Digest]]] = deque(maxlen=KEPT_DIGESTS)
 
     def blocks(self, tier: Tier | str, rank: int | None = None) -> Mapping[int, Block]:

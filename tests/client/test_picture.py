@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglcache.client.hashes import named
-from sglcache.client.picture import Block, Digest, Match, Picture
+from sglcache.client.picture import Block, Digest, Groups, Match, Picture
 from sglcache.errors import BadRequest, ConfigError
 from sglcache.units import MEDIA, Tier
 from sglcache.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, decode_batch, encode_batch
@@ -32,6 +32,69 @@ def picture(*events: Event, rank: int = 0) -> Picture:
     for event in events:
         made.apply(event, rank)
     return made
+
+
+# -- groups: windows and states -------------------------------------------------------------------------
+
+WINDOW = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
+STATE = {"group_idx": 2, "kv_cache_spec_kind": "mamba"}
+FIVE = list(range(10))  # five blocks of two tokens
+
+
+def followed(*events: Event, groups: Groups) -> Picture:
+    made = Picture(groups)
+    for event in (stored([1, 2, 3, 4, 5], FIVE), *events):
+        made.apply(event, 0)
+    return made
+
+
+def test_another_group_is_no_full_kv_and_takes_none_away() -> None:
+    """Here are the removals of a window and of a state, which say nothing of the blocks that matches are made of."""
+    plain = picture(stored([1, 2, 3, 4, 5], FIVE))
+    for groups in (None, {}):
+        held = Picture(groups)
+        for event in (
+            stored([1, 2, 3, 4, 5], FIVE),
+            stored([2, 3], [2, 3, 4, 5], parent=1, **WINDOW),
+            stored([9], [7, 7], **STATE),
+            BlockRemoved([1, 2], "GPU", 1),
+            BlockRemoved([3], "GPU", 2),
+        ):
+            held.apply(event, 0)
+        assert dict(held.blocks("GPU")) == dict(plain.blocks("GPU"))
+        assert held.digests() == plain.digests()
+        match = held.longest_match(FIVE)[0]
+        assert (match.tokens, match.tiers) == (10, {"GPU": 10})
+        assert held.group_hashes(1, Tier.DEVICE) == (set() if groups is None else {3})
+
+
+def test_a_window_is_of_use_where_all_of_it_is_there() -> None:
+    window = stored([2, 3], [2, 3, 4, 5], parent=1, **WINDOW)
+    assert followed(window, groups={}).longest_match(FIVE)[0] == Match(10, {"GPU": 10}, reusable=6)
+    short = stored([1], [0, 1], **WINDOW)  # a prompt that is shorter than the window needs no more
+    assert followed(short, groups={}).longest_match(FIVE)[0].reusable == 2
+    assert followed(BlockRemoved([3], "GPU", 1), groups={1: 4}).longest_match(FIVE)[0].reusable == 0
+    gone = (window, BlockRemoved([2], "GPU", 1))
+    assert followed(*gone, groups={}).longest_match(FIVE)[0].reusable == 0
+    elsewhere = stored([2], [2, 3], parent=1, medium="CPU_PINNED", **WINDOW)
+    held = followed(*gone, elsewhere, groups={})
+    assert held.longest_match(FIVE)[0].reusable == 6
+    assert held.longest_match(FIVE, tier=Tier.DEVICE)[0].reusable == 0
+
+
+def test_a_state_is_of_use_behind_its_block_and_every_group_must_agree() -> None:
+    states = [stored([each], FIVE[2 * each - 2 : 2 * each], parent=each - 1 or None, **STATE) for each in (2, 4)]
+    assert followed(*states, groups={}).longest_match(FIVE)[0].reusable == 8
+    window = stored([1, 2], FIVE[:4], **WINDOW)
+    assert followed(*states, window, groups={}).longest_match(FIVE)[0].reusable == 4
+    assert followed(*states, groups={1: 4, 2: None}).longest_match(FIVE)[0].reusable == 0  # a group nobody told of yet
+
+
+def test_a_clear_is_of_every_group() -> None:
+    held = followed(stored([1], [0, 1], **STATE), CLEARED, stored([1], [0, 1]), groups={2: None})
+    assert held.longest_match(FIVE)[0] == Match(2, {"GPU": 2}, reusable=0)
+    assert held.longest_match([7, 7])[0] == Match(0, {}, reusable=0)
+    assert picture(stored([1], [0, 1])).longest_match(FIVE)[0].reusable is None
 
 
 # -- what a match is ----------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_the_stories_are_not_idle() -> None:
 
 
 Edit = tuple[Any, str, str, str]
-CLEARS: Edit = (Picture, "apply", "            self._ranks[rank] = _Rank()", "            pass")
+CLEARS: Edit = (Picture, "apply", "            self._ranks[rank] = _Rank(self._groups)", "            pass")
 
 # By what they get wrong: where, and what is read for what.
 BUGS: dict[str, list[Edit]] = {
