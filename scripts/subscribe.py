@@ -68,6 +68,11 @@ def describe(event: dict[str, Any]) -> str:
         for key in ("lora_name", "cache_salt", "session_id"):
             if event.get(key) is not None:
                 text += f"  {key} {event[key]!r}"
+    if event.get("group_idx"):
+        text += f"  group {event['group_idx']}"
+        for key in ("kv_cache_spec_kind", "kv_cache_spec_sliding_window"):
+            if event.get(key) is not None:
+                text += f" {event[key]}"
     return text
 
 
@@ -80,10 +85,11 @@ class Seen:
             "removed": "a BlockRemoved of blocks that were seen stored",
             "cleared": "an AllBlocksCleared",
         }
-        self._stored: set[tuple[str, int]] = set()
+        self._stored: set[tuple[str, int, int]] = set()
 
     def take(self, event: dict[str, Any]) -> None:
-        blocks = {(event.get("medium") or "GPU", block_hash) for block_hash in event.get("block_hashes", ())}
+        where = event.get("medium") or "GPU", event.get("group_idx") or 0
+        blocks = {(*where, block_hash) for block_hash in event.get("block_hashes", ())}
         if event["type"] == "BlockStored":
             self._stored |= blocks
             if len(blocks) > 1:

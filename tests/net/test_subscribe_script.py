@@ -82,6 +82,15 @@ def test_check_is_content_with_the_past(publisher: Publisher) -> None:
     assert "lora_name 'a'" in lines[1]
 
 
+def test_a_group_is_shown_and_its_removal_is_none_of_full_kv(publisher: Publisher) -> None:
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128}
+    say(publisher, 1, AllBlocksCleared(), STORED)
+    say(publisher, 2, BlockStored([1], None, [5, 6], 2, None, "GPU", **window), BlockRemoved([-2], "GPU", 1))
+    status, out, err = run(publisher, "--check", "--timeout", "1")
+    assert (status, err) == (1, "!!! CHECK FAILED, not seen: a BlockRemoved of blocks that were seen stored\n")
+    assert "group 1 sliding_window 128" in out
+
+
 def test_check_is_content_with_what_comes(publisher: Publisher) -> None:
     def then() -> None:
         for seq, events in enumerate(PROGRAM, 100):
