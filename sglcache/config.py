@@ -621,6 +621,11 @@ class EventsConfig(Section):
         default=None,
         description="The field that tells routers of an extra_key; by default they are not told of such namespaces.",
     )
+    groups: bool = Field(
+        default=False,
+        description="true: windows and states are told of, too, as groups of their own beside full KV, in vLLM's "
+        "fields. A consumer that does not know group_idx takes their removals for those of full KV.",
+    )
     announce_every_s: float = Field(
         default=0.0,
         ge=0,
@@ -668,6 +673,13 @@ class EventsConfig(Section):
                 f"events.replay_endpoint = {self.replay_endpoint!r} is events.endpoint too; give it a port of its own",
                 path="events.replay_endpoint",
                 value=self.replay_endpoint,
+            )
+        if self.groups and self.encoding == "array":
+            raise ConfigError(
+                'events.groups: arrays have no place for its fields; use events.encoding = "map" or "superset", '
+                "or leave events.groups out",
+                path="events.groups",
+                value=self.groups,
             )
         if self.curve_allow_dir is not None and self.curve_key_file is None:
             raise ConfigError(
