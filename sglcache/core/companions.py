@@ -290,7 +290,10 @@ class Companions:
 
     def dropped(self, node: Node, parent: Node | None) -> None:
         """A node has lost Full in a tier, and perhaps left the tree."""
-        self.prune(node if node.parent is not None else parent)
+        if node.parent is None:
+            self.prune(parent)
+        else:
+            self._prune_below(node, max(kind.resource.reach for kind in self.kinds))
 
     def prune(self, node: Node | None) -> None:
         """Let a leaf go that no match can end in, and then what it was the last child of, if that is alike."""
