@@ -45,6 +45,8 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "fl
 LAYOUTS = ("page_first", "layer_first")
 FULL, WINDOW, MAMBA = "full", "window", "mamba"  # resources; the first is always there
 STATE_ALIGN = 16  # bytes
+WINDOW_SHARE = 4  # of the first's pages one in so many is what a window has where nothing is said
+LEAST_SLOTS = 2  # of states: a request that goes on from one writes another
 MAX_INT32 = (1 << 31) - 1  # a slot is one, and so is the size of a page in numpy's eyes
 
 
@@ -513,7 +515,7 @@ def _window(config: Config, window: WindowConfig, full: Geometry) -> CompanionFo
     least = -(-window.size // one.page_size)
     what = f"pages of {one.page_size} tokens, and a window of {window.size:,} takes {least}"
     remedy = f"write window.{{}} = {least * one.page_size} or more"
-    device, bound = full.num_pages // 4, f"a quarter of [pool]'s {full.num_pages:,}"
+    device, bound = full.num_pages // WINDOW_SHARE, f"a quarter of [pool]'s {full.num_pages:,}"
     key = "window.num_tokens"
     if window.bytes is not None:
         device = _pages("window.bytes", window.bytes, one.page_bytes, "in each shard")
@@ -543,8 +545,8 @@ def _mamba(config: Config, mamba: MambaConfig, full: Geometry) -> CompanionForm:
     if mamba.bytes is not None:
         device = mamba.bytes // one.page_bytes
         what = f"slots of {one.page_bytes:,} in each shard, and a request that goes on from a state writes another"
-        remedy = f'write mamba.bytes = "{2 * one.page_bytes} B" or more'
-        _enough("mamba.bytes", f"{mamba.bytes:,} bytes", device, 2, what, remedy)
+        remedy = f'write mamba.bytes = "{LEAST_SLOTS * one.page_bytes} B" or more'
+        _enough("mamba.bytes", f"{mamba.bytes:,} bytes", device, LEAST_SLOTS, what, remedy)
     host, bound = _in_proportion(full, device)
     if mamba.host_slots is not None:
         host, bound = mamba.host_slots, f"{mamba.host_slots:,}"

@@ -17,18 +17,29 @@ import fcntl
 import os
 import resource
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from sglcache.config import Config, size_text
 from sglcache.errors import ConfigError
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import (
+    FULL,
+    LEAST_SLOTS,
+    WINDOW_SHARE,
+    CompanionForm,
+    Form,
+    Geometry,
+    companions_of,
+)
 from sglcache.units import Tier
 
 NO_LIMIT = 1 << 60  # what cgroup v1 writes for none is near 2**63
 CAP_IPC_LOCK = 14
 SUPERVISOR_BYTES = 50 << 20
+RATIO = "host.pool_ratio"
+QUARTER = 1 / WINDOW_SHARE  # of the device's pages, where nothing else is said
 RANK_BYTES = 60 << 20  # before its index grows
 
 
@@ -97,18 +108,35 @@ def _may_lock(root: Path) -> bool:
 
 
 class TierRoom(NamedTuple):
-    """One tier of one rank."""
+    """One tier of one resource of one rank."""
 
     tier: Tier
-    num_pages: int
-    num_tokens: int
+    num_pages: int  # of states: slots
+    num_tokens: int  # of states: slots, too
     pool_bytes: int  # of one pool
     num_pools: int  # a device's is a shard's, a host's a part's
     bound: str  # the key, with its value, that makes it so big
+    resource: str = FULL
+    least: int = 1  # pages without which it is of no use
 
     @property
     def num_bytes(self) -> int:
         return self.pool_bytes * self.num_pools
+
+    @property
+    def key(self) -> str:
+        """The key alone."""
+        return self.bound.partition(" = ")[0]
+
+    @property
+    def unit(self) -> int:
+        """Tokens, or slots, of a page."""
+        return self.num_tokens // self.num_pages
+
+    @property
+    def rate(self) -> float:
+        """Bytes of a token, or slot, in all its pools."""
+        return self.num_bytes / self.num_tokens
 
 
 class RankRoom(NamedTuple):
@@ -118,10 +146,18 @@ class RankRoom(NamedTuple):
     dp_rank: int
     pp_rank: int
     geometry: Geometry
-    tiers: tuple[TierRoom, ...]  # those that it has
+    tiers: tuple[TierRoom, ...]  # those that it has: of the first resource, then of each companion
+    companions: tuple[CompanionForm, ...] = ()
 
     def num_bytes(self, tier: Tier) -> int:
         return sum(it.num_bytes for it in self.tiers if it.tier is tier)
+
+    def of(self, resource: str) -> list[TierRoom]:
+        return [it for it in self.tiers if it.resource == resource]
+
+    def by(self, key: str) -> list[TierRoom]:
+        """What the key decides: the tier whose size it is, and then those that follow from that."""
+        return [it for it in self.tiers if it.key == key]
 
 
 class Room(NamedTuple):
@@ -218,73 +254,83 @@ class Room(NamedTuple):
         stores = self.store_bytes if fixed else 0
         if stores >= left:
             return "storage.segment_size", "that is not enough for Mooncake's clients: lower storage.segment_size"
-        hosts = self._by_key(Tier.HOST)
+        hosts = self._costs(Tier.HOST)
         # The largest alone, if that will do; else all of them, each by as much.
         for keys in (list(hosts)[:1], list(hosts)):
-            rest = sum(self._bytes(hosts[key], Tier.HOST) for key in hosts if key not in keys)
-            instead = self._lowered({key: hosts[key] for key in keys}, Tier.HOST, left - fixed - rest)
+            rest = sum(cost for key, cost in hosts.items() if key not in keys)
+            instead = self._lowered({key: hosts[key] for key in keys}, left - fixed - rest)
             if instead is not None:
                 return keys[0], f"write {' and '.join(instead)} at most"
         none = [f'{key} = "0 B"' if key.endswith("size") else f"{key} = 0" for key in hosts]
         if fixed == stores:
             return next(iter(hosts)), f"write {' and '.join(none)}"
-        none = [each for each in none if not each.startswith("host.pool_ratio")]
-        devices = self._by_key(Tier.DEVICE)
-        instead = self._lowered(devices, Tier.DEVICE, left - stores)
+        # A host tier that is a multiple of the device's is lowered with it, and so what is there in proportion.
+        apart = {its.key for rank in self.ranks for its in rank.tiers if its.tier is Tier.HOST and its.resource != FULL}
+        ratio = RATIO in hosts and apart <= {its.key for rank in self.ranks for its in rank.of(FULL)}
+        if ratio:
+            none = [each for each in none if not each.startswith(RATIO)]
+        devices = self._costs(Tier.DEVICE, ratio)
+        instead = self._lowered(devices, left - stores, ratio)
         key = next(iter(devices))
         if instead is None:
-            return key, "not one page of each rank would fit: lower pool.page_size"
+            window = ", or no window," if any(rank.companions for rank in self.ranks) else ""
+            return key, f"not one page{window} of each rank would fit: lower pool.page_size"
         return key, f"write {' and '.join([*instead, *none])} at most"
 
-    def _by_key(self, tier: Tier) -> dict[str, list[RankRoom]]:
-        """The ranks that have the tier by the key that says how big theirs is; who takes most is first."""
-        found: dict[str, list[RankRoom]] = {}
-        for rank in self.ranks:
-            for its in rank.tiers:
-                if its.tier is tier:
-                    found.setdefault(its.bound.partition(" = ")[0], []).append(rank)
-        return dict(sorted(found.items(), key=lambda item: -self._bytes(item[1], tier)))
+    def _costs(self, tier: Tier, ratio: bool = False) -> dict[str, float]:
+        """The keys that decide of the tier, and the bytes that each makes it take; the one that makes most is first."""
+        keys = dict.fromkeys(its.key for rank in self.ranks for its in rank.tiers if its.tier is tier)
+        costs = {
+            key: sum(self._rate(rank, key, ratio) * its[0].num_tokens for rank in self.ranks if (its := rank.by(key)))
+            for key in keys
+        }
+        return dict(sorted(costs.items(), key=lambda item: -item[1]))
 
-    @staticmethod
-    def _bytes(ranks: Sequence[RankRoom], tier: Tier) -> int:
-        return sum(rank.num_bytes(tier) for rank in ranks)
+    def _lowered(self, costs: dict[str, float], budget: float, ratio: bool = False) -> list[str] | None:
+        """What to write for each key so that they cost `budget` together, as they share it now. None: no page each.
 
-    def _lowered(self, keys: dict[str, list[RankRoom]], tier: Tier, budget: int) -> list[str] | None:
-        """What to write for each key so that they take `budget` together, as they share it now. None: no page each.
-
-        A host tier that is a multiple of the device's is lowered with it.
+        `ratio`: as for `_rate`.
         """
-        page_size, total = self.config.pool.page_size, sum(self._bytes(ranks, tier) for ranks in keys.values())
-        if budget <= 0 or not keys:
+        total = sum(costs.values())
+        if budget <= 0 or not total:
             return None
         instead = []
-        for key, ranks in keys.items():
-            share = budget * self._bytes(ranks, tier) // total
-            per_token = sum(self._token_bytes(rank, tier) for rank in ranks)
-            if tier is Tier.DEVICE:
-                # Of what the ranks take with their hosts, for these may be unlike.
-                full = sum(self._token_bytes(r) * r.tiers[0].num_tokens for each in keys.values() for r in each)
-                share = int(budget * sum(self._token_bytes(r) * r.tiers[0].num_tokens for r in ranks) / full)
-            tokens = int(share / per_token) // page_size * page_size
-            if tokens < page_size:
+        for key, cost in costs.items():
+            if not cost:  # pages without bytes
+                continue
+            share, rooms = int(budget * cost / total), [(rank, its) for rank in self.ranks if (its := rank.by(key))]
+            first = rooms[0][1][0]
+            tokens = int(share / sum(self._rate(rank, key, ratio) for rank, _ in rooms)) // first.unit * first.unit
+            follow = [(it, it.num_pages * tokens // its[0].num_tokens) for _, its in rooms for it in its]
+            if any(num_pages < it.least for it, num_pages in follow):
                 return None
-            if key.endswith("size"):
-                most = share // len(ranks)
-                if tier is Tier.DEVICE:
-                    most = tokens * min(rank.geometry.token_bytes for rank in ranks)
-                instead.append(f'{key} = "{_rounded(most)}"')
-            else:
-                instead.append(f"{'host.num_tokens' if key == 'host.pool_ratio' else key} = {tokens}")
+            if not key.endswith(("size", "bytes")):
+                instead.append(f"{'host.num_tokens' if key == RATIO else key} = {tokens}")
+                continue
+            most = tokens * min(its[0].pool_bytes // its[0].num_tokens for _, its in rooms)
+            if first.tier is Tier.HOST:
+                most = int(min(its[0].rate / self._rate(rank, key, ratio) for rank, its in rooms) * share) // len(rooms)
+            instead.append(f'{key} = "{_rounded(most)}"')
         return instead
 
-    def _token_bytes(self, rank: RankRoom, tier: Tier = Tier.DEVICE) -> float:
-        """What one more token of the tier costs the rank: a device's brings its host's, where that is a multiple."""
-        it = rank.geometry
-        if tier is Tier.HOST:
-            return it.num_parts * it.token_bytes
-        by_ratio = any(its.bound.startswith("host.pool_ratio") for its in rank.tiers)
-        ratio = self.config.host.pool_ratio if by_ratio else 0
-        return (it.num_shards + ratio * it.num_parts) * it.token_bytes
+    def _rate(self, rank: RankRoom, key: str, ratio: bool = False) -> float:
+        """What one more token, or slot, by this key costs the rank, with all that follows from it.
+
+        `ratio`: with a device's its host's, where that is a multiple. It is what a token costs before anything is
+        rounded down to pages, so that what is found by it is enough.
+        """
+        first, *others = rank.by(key)
+        if first.tier is Tier.HOST:
+            device = rank.tiers[0]
+            there = {it.resource: it for it in rank.tiers if it.tier is Tier.DEVICE}
+            return first.rate + sum(it.rate * there[it.resource].num_tokens / device.num_tokens for it in others)
+        rate = 0.0
+        for it, part in ((first, 1.0), *((it, QUARTER) for it in others)):
+            rate += it.rate * part
+            hosts = [its for its in rank.of(it.resource) if its.tier is Tier.HOST and its.key == RATIO]
+            if ratio:
+                rate += sum(host.rate * part * self.config.host.pool_ratio for host in hosts)
+        return rate
 
 
 class DiskRoom(NamedTuple):
@@ -385,6 +431,7 @@ def weigh(config: Config) -> Room:
         own = config.for_stage(pp_rank)
         try:
             geometry = Geometry.of(own)
+            companions = companions_of(own, geometry)
         except ConfigError as exc:
             if not config.parallel.stages:
                 raise
@@ -393,37 +440,48 @@ def weigh(config: Config) -> Room:
             if path == exc.path:
                 message = f"parallel.stages.{pp_rank}: {message}"
             raise ConfigError(message, **{**exc.facts, "path": path}) from None
-        tiers = [
-            TierRoom(
-                Tier.DEVICE,
-                geometry.num_pages,
-                geometry.num_pages * geometry.page_size,
-                geometry.pool_bytes,
-                geometry.num_shards,
-                f'{config.key_of(pp_rank, "pool.size")} = "{size_text(own.pool.size)}"'
-                if own.pool.size is not None
-                else f"{config.key_of(pp_rank, 'pool.num_tokens')} = {own.pool.num_tokens}",
-            )
-        ]
-        if geometry.host_pages:
-            bound = f"host.pool_ratio = {own.host.pool_ratio}"
-            if own.host.size is not None:
-                bound = f'{config.key_of(pp_rank, "host.size")} = "{size_text(own.host.size)}"'
-            elif own.host.num_tokens is not None:
-                bound = f"{config.key_of(pp_rank, 'host.num_tokens')} = {own.host.num_tokens}"
-            tiers.append(
-                TierRoom(
-                    Tier.HOST,
-                    geometry.host_pages,
-                    geometry.host_pages * geometry.page_size,
-                    geometry.host_pool_bytes,
-                    geometry.num_parts,
-                    bound,
-                )
-            )
+        tiers = list(_tiers(own, geometry, companions, partial(config.key_of, pp_rank)))
         offset = pp_rank * config.parallel.dp_size + dp_rank
-        ranks.append(RankRoom(offset, dp_rank, pp_rank, geometry, tuple(tiers)))
+        ranks.append(RankRoom(offset, dp_rank, pp_rank, geometry, tuple(tiers), companions))
     return Room(config, tuple(ranks))
+
+
+def _tiers(
+    own: Config, full: Geometry, companions: Sequence[CompanionForm], key_of: Callable[[str], str]
+) -> Iterator[TierRoom]:
+    """`own`: the stage's configuration; `key_of`: where what it has of a key is written."""
+
+    def said(section: str, *keys: str) -> str:
+        """The first of these keys that was written, with its value; or "" """
+        for key in keys:
+            if (value := getattr(getattr(own, section), key)) is not None:
+                text = f'"{size_text(value)}"' if key in ("size", "bytes") else value
+                return f"{key_of(f'{section}.{key}')} = {text}"
+        return ""
+
+    bounds = [said("pool", "size", "num_tokens"), said("host", "size", "num_tokens", "pool_ratio")]
+    yield from _both(FULL, full, full.page_size, bounds)
+    for each in companions:
+        kind, form = each.kind, each.form
+        if isinstance(form, Geometry):
+            device = said(kind, "bytes", "num_tokens") or f"{bounds[0]}, a quarter of it"
+            host, unit = said(kind, "host_tokens"), form.page_size
+            least = (each.window_pages, each.window_pages)
+        else:
+            device, host, unit = said(kind, "bytes", "num_slots"), said(kind, "host_slots"), 1
+            least = (LEAST_SLOTS, 1)
+        yield from _both(kind, form, unit, [device, host or f"{bounds[1]}, in proportion"], least)
+
+
+def _both(
+    resource: str, form: Form, unit: int, bounds: Sequence[str], least: Sequence[int] = (1, 1)
+) -> Iterator[TierRoom]:
+    """The tiers that a resource has; `unit`: tokens, or slots, of a page."""
+    sizes = [(Tier.DEVICE, form.num_pages, form.pool_bytes, form.num_shards)]
+    sizes.append((Tier.HOST, form.host_pages, form.host_pool_bytes, form.num_parts))
+    for (tier, num_pages, pool_bytes, num_pools), bound, fewest in zip(sizes, bounds, least, strict=True):
+        if num_pages:
+            yield TierRoom(tier, num_pages, num_pages * unit, pool_bytes, num_pools, bound, resource, fewest)
 
 
 def told(num_bytes: int) -> str:
