@@ -14,12 +14,32 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LaraMiniConfig,
+    LaraMiniForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB = 199
@@ -57,6 +77,108 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     ),
 }
 
+WINDOW = 24  # tokens: shorter than prompts, and no multiple of a page
+ALTERNATING: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+    **GROUPED,
+}
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 32,
+    **GROUPED,
+}
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 32,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    **EXPERTS,
+    **GROUPED,
+}
+
+WINDOWS: dict[str, Callable[..., Any]] = {
+    "mistral": lambda **sizes: MistralForCausalLM(MistralConfig(sliding_window=WINDOW, **{**GROUPED, **sizes})),
+    "gemma2": lambda **sizes: Gemma2ForCausalLM(Gemma2Config(**{**ALTERNATING, **sizes})),
+    "gemma3": lambda **sizes: Gemma3ForCausalLM(Gemma3TextConfig(**{**ALTERNATING, **sizes})),
+    "gpt_oss": lambda **sizes: GptOssForCausalLM(
+        GptOssConfig(num_local_experts=4, num_experts_per_tok=2, rope_parameters=None, **{**ALTERNATING, **sizes})
+    ),
+}
+"""Models with layers that see a window: the first has no others."""
+
+STATES: dict[str, Callable[..., Any]] = {
+    "qwen3_next": lambda **sizes: Qwen3NextForCausalLM(
+        Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], **{**DELTA, **sizes})
+    ),
+    "granite_hybrid": lambda **sizes: GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            mamba_expand=2,
+            layer_types=["linear_attention", "full_attention"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=32,
+            **{**MAMBA2, **sizes},
+        )
+    ),
+    "falcon_h1": lambda **sizes: FalconH1ForCausalLM(FalconH1Config(mamba_d_ssm=128, **{**MAMBA2, **sizes})),
+}
+"""Models with layers that keep a state: delta rule, Mamba-2, and Mamba-2 beside attention in every layer."""
+
+UNIFIED: dict[str, Callable[..., Any]] = {
+    "lara_mini": lambda **sizes: LaraMiniForCausalLM(
+        LaraMiniConfig(
+            sliding_window=WINDOW,
+            **{
+                **DELTA,
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+                **sizes,
+            },
+        )
+    ),
+    "lfm3": lambda **sizes: Lfm3ForCausalLM(
+        Lfm3Config(
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            **{
+                **ALTERNATING,
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "sliding_attention", "full_attention"],
+                **sizes,
+            },
+        )
+    ),
+}
+"""Models with both, and full attention as well; the state of the second is a convolution's alone."""
+
+HYBRIDS = {**WINDOWS, **STATES, **UNIFIED}
+
+
+def forgetful() -> Any:
+    """A model with Mamba-1 layers, of which transformers takes a state further by one token at a time only."""
+    return JambaForCausalLM(
+        JambaConfig(
+            num_experts=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=8,
+            **GROUPED,
+        )
+    )
+
 
 def build(family: str, **sizes: int) -> Any:
     """The same weights at each call, in every process. They are large enough that a wrong page shows in the logits.
@@ -65,7 +187,7 @@ def build(family: str, **sizes: int) -> Any:
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = FAMILIES[family](**sizes).eval()
+    model = {**FAMILIES, **HYBRIDS}[family](**sizes).eval()
     model.generation_config.eos_token_id = None  # it never says that it is done
     with torch.no_grad():
         for weights in model.parameters():

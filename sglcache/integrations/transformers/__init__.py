@@ -6,10 +6,10 @@
     runner.run()
     request.output
 
-`settings(model.config, ...)` is the daemon's configuration for a model, by section; `pool_settings` is its `[pool]`, for
-a model that needs nothing else. `Runner` decides (leases, chunks, batches, sampling) and touches no page; `PagedModel`
-computes and touches no lease. With the model's heads spread over processes, `ShardedModel` (in `parallel`) stands in
-for `PagedModel`, and nothing else changes. Run as a module, the package is a command line on all that.
+`settings(model.config, ...)` are the sections of the daemon's configuration for a model; `pool_settings` is its
+`[pool]`, for a model that needs nothing else. `Runner` decides (leases, chunks, batches, sampling) and touches no page;
+`PagedModel` computes and touches no lease. With the model's heads spread over processes, `ShardedModel` (in `parallel`)
+stands in for `PagedModel`, and nothing else changes. Run as a module, the package is a command line on all that.
 """
 
 from __future__ import annotations
