@@ -39,12 +39,13 @@ from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
+from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer, ways_of
 from sglcache.memory.filling import Filler
-from sglcache.memory.geometry import FULL, Geometry, companions_of
+from sglcache.memory.geometry import FULL, WINDOW, CompanionForm, Geometry, companions_of
 from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
@@ -392,6 +393,17 @@ def policy_of(config: EvictionConfig, name: str) -> Policy:
     return Policy(name, config.protected_threshold, config.next_prompt_estimate, config.threshold)
 
 
+def _companion(form: CompanionForm, config: Config) -> Companion:
+    """As the index has it."""
+    resource: SlidingWindow | MambaState
+    if form.kind == WINDOW:
+        resource = SlidingWindow(form.window_pages)
+    else:
+        assert config.mamba is not None
+        resource = MambaState(config.mamba.max_states_per_path)
+    return Companion(resource, form.form.num_pages, form.form.host_pages)
+
+
 def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
     """Construct a rank. ConfigError, with nothing left open, if it can't be had."""
     config, shape, seat = rank.config, rank.geometry, rank.seat
@@ -429,6 +441,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 load_back_threshold=config.host.load_back_threshold,
                 load_back_quota=-(-config.host.load_back_quota // shape.page_size),
                 l3=config_of(config, shape),
+                companions=tuple(_companion(each, config) for each in rank.companions),
             )
         )
         if publisher is not None:
