@@ -66,12 +66,11 @@ class Kind(NamedTuple):
 
 
 _FULL = ("pool.num_tokens=65536", "host.num_tokens=131072")
-_WINDOW = ("window.size=128", "window.num_layers=2", "window.num_tokens=16384", "window.host_tokens=32768")
+_WINDOW = ("window.size=128", "window.num_layers=2", "window.num_tokens=16384")
 _MAMBA = (
     "mamba.num_layers=2",
     'mamba.states=[{name="conv",shape=[64,4],dtype="bfloat16"},{name="ssm",shape=[8,16,16],dtype="float32"}]',
     "mamba.num_slots=64",
-    "mamba.host_slots=128",
     "mamba.interval=1024",
 )
 KINDS = {
@@ -355,7 +354,7 @@ class Runner:
     def _commit(self, work: _Work, lease: Lease, before: int, stop: int) -> None:
         """What tokens[:stop] leave, `before` of which had been committed."""
         states: list[tuple[int, int]] = []
-        whole = stop - stop % self.page_size
+        whole = min(stop, len(lease.tokens) - 1) // self.page_size * self.page_size  # as where keys are pairs
         if lease.mamba is not None and whole > before:
             slot = int(lease.mamba.slots[0])
             self.contents.write_state(slot, work.tokens[:whole])
