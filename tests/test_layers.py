@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": BOTTOM | MIDDLE | {"core", "client", "integrations", "paths", "ranks", "server", "testing"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "ranks", "server", "bench"},
-    "commands": BOTTOM | {"cli", "client", "net", "paths", "ranks", "server"},
+    "commands": BOTTOM | {"cli", "client", "memory", "net", "paths", "ranks", "server"},
     "__main__": {"cli"},
 }
 

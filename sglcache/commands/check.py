@@ -11,6 +11,7 @@ import click
 from sglcache import config as configs
 from sglcache.cli import json_option
 from sglcache.errors import BadRequest
+from sglcache.memory.geometry import FULL, Geometry, StateGeometry
 from sglcache.server import room
 from sglcache.server.plan import Seat, plan
 from sglcache.units import Tier
@@ -59,7 +60,6 @@ def _size(text: str) -> int:
 def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: room.DiskRoom | None) -> dict[str, Any]:
     ranks = []
     for rank, seat in zip(weighed.ranks, seats, strict=True):
-        wire = rank.geometry.to_wire()
         ranks.append(
             {
                 "rank": rank.offset,
@@ -67,14 +67,15 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
                 "pp_rank": rank.pp_rank,
                 "endpoint": seat.endpoint,
                 "replay_endpoint": seat.replay_endpoint,
-                "geometry": {name: getattr(wire, name) for name in wire.__struct_fields__},
+                "geometry": rank.geometry.facts(),
                 "layer_bytes": rank.geometry.layer_bytes,
                 "token_bytes": rank.geometry.token_bytes,
                 "page_bytes": rank.geometry.page_bytes,
-                "tiers": {
-                    tier.tier.name.lower(): {**tier._asdict(), "tier": tier.tier.name, "num_bytes": tier.num_bytes}
-                    for tier in rank.tiers
-                },
+                "tiers": _tiers(rank.of(FULL)),
+                "companions": [
+                    {**each.facts(), "layer_bytes": each.form.layer_bytes, "tiers": _tiers(rank.of(each.kind))}
+                    for each in rank.companions
+                ],
             }
         )
     return {
@@ -91,26 +92,39 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
     }
 
 
+def _tiers(tiers: list[room.TierRoom]) -> dict[str, Any]:
+    return {
+        it.tier.name.lower(): {
+            "tier": it.tier.name,
+            "num_pages": it.num_pages,
+            "num_tokens": it.num_tokens,
+            "pool_bytes": it.pool_bytes,
+            "num_pools": it.num_pools,
+            "bound": it.bound,
+            "num_bytes": it.num_bytes,
+        }
+        for it in tiers
+    }
+
+
 def _lines(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: room.DiskRoom | None) -> list[str]:
     lines = []
     for rank, seat in zip(weighed.ranks, seats, strict=True):
         geometry = rank.geometry
-        lines += [
-            f"{seat}: {geometry.num_layers} layers, {_row(rank)}",
-            f"  token   {geometry.token_bytes:,} B in a shard, {geometry.layer_bytes:,} B of them in each layer",
-            f"  page    {geometry.page_bytes:,} B in a shard, {geometry.page_size} tokens",
-        ]
-        for tier in rank.tiers:
-            layout = geometry.layout if tier.tier is Tier.DEVICE else geometry.host_layout
-            which = "shard" if tier.tier is Tier.DEVICE else "part"
-            each = f"{room.told(tier.pool_bytes)} in each of {tier.num_pools} {which}s, " if tier.num_pools > 1 else ""
-            lines += [
-                f"  {tier.tier.name.lower():<7} {tier.num_pages:,} pages, {tier.num_tokens:,} tokens, {layout}: "
-                f"{each}{room.told(tier.num_bytes)}",
-                f"          bounded by {tier.bound}",
-            ]
-        if len(rank.tiers) == 1:
+        what = f"{geometry.num_layers} layers, {_row(geometry)}"
+        lines.append(f"{seat}: {what if geometry.num_layers else 'no layer keeps every token: its pages are names'}")
+        lines += _form_lines(geometry, rank.of(FULL))
+        if not geometry.host_pages:
             lines.append("  host    none")
+        for each in rank.companions:
+            form = each.form
+            what = f"{form.num_layers} layers, "
+            if isinstance(form, Geometry):
+                what += f"which see {each.window:,} tokens, {each.window_pages:,} pages: {_row(form)}"
+            else:
+                what += f"a state every {each.interval:,} tokens: {_states(form)}"
+            lines.append(f"  {each.kind:<7} {what}")
+            lines += [f"  {line}" for line in _form_lines(form, rank.of(each.kind))]
     lines += _third_lines(weighed, disk)
     where = weighed.config.pool.device
     lines.append(f"in all: device {room.told(weighed.device_bytes)} ({where}), host {room.told(weighed.host_bytes)}")
@@ -147,9 +161,31 @@ def _third_lines(weighed: room.Room, disk: room.DiskRoom | None) -> list[str]:
     return lines
 
 
-def _row(rank: room.RankRoom) -> str:
+def _form_lines(form: Geometry | StateGeometry, tiers: list[room.TierRoom]) -> list[str]:
+    """What a page, or slot, takes, and how many there are of it."""
+    if isinstance(form, Geometry):
+        lines = [
+            f"  token   {form.token_bytes:,} B in a shard, {form.layer_bytes:,} B of them in each layer",
+            f"  page    {form.page_bytes:,} B in a shard, {form.page_size} tokens",
+        ]
+    else:
+        lines = [f"  slot    {form.page_bytes:,} B in a shard, {form.layer_bytes:,} B of them in each layer"]
+    for it in tiers:
+        layout = form.layout if it.tier is Tier.DEVICE else form.host_layout
+        which = "shard" if it.tier is Tier.DEVICE else "part"
+        each = f"{room.told(it.pool_bytes)} in each of {it.num_pools} {which}s, " if it.num_pools > 1 else ""
+        count = f"{it.num_pages:,} slots"
+        if isinstance(form, Geometry):
+            count = f"{it.num_pages:,} pages, {it.num_tokens:,} tokens"
+        lines += [
+            f"  {it.tier.name.lower():<7} {count}, {layout}: {each}{room.told(it.num_bytes)}",
+            f"          bounded by {it.bound}",
+        ]
+    return lines
+
+
+def _row(geometry: Geometry) -> str:
     """What a shard keeps of a token, in words."""
-    geometry = rank.geometry
     shards = f" in {geometry.num_shards} shards" if geometry.num_shards > 1 else ""
     if geometry.is_latent:
         shards += ", each with all of them" if geometry.num_shards > 1 else ""
@@ -158,3 +194,9 @@ def _row(rank: room.RankRoom) -> str:
     if geometry.num_replicas > 1:
         shards += f", {geometry.num_replicas} of which share a head"
     return f"{geometry.num_kv_heads} KV heads, {dims} {geometry.dtype}{shards}"
+
+
+def _states(form: StateGeometry) -> str:
+    """What a layer's state is, in words."""
+    each = [f"{name} of {' x '.join(map(str, shape))} {dtype}" for name, shape, dtype in form.states]
+    return " and ".join(each) + (f" in {form.num_shards} shards" if form.num_shards > 1 else "")
