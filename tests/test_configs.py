@@ -6,9 +6,11 @@ What a comment says must be what comes out here, and what `sglcache check` print
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import pytest
 
 from sglcache.config import load, parse_size
 from sglcache.errors import ConfigError
-from sglcache.memory.geometry import Geometry
+from sglcache.memory.geometry import Geometry, companions_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CARD = 141 * 10**9  # bytes of an H200, by its data sheet
@@ -144,13 +146,158 @@ def test_the_arithmetic_of_two_replicas_in_two_stages_is_as_they_say() -> None:
     assert told["warnings"] == []
 
 
+# -- hybrid models ------------------------------------------------------------------------------------------
+
+
+class Hybrid(NamedTuple):
+    """As its config.json has it: which layers are of which kind, and what both kinds keep."""
+
+    name: str
+    num_parameters: int
+    weights: int  # bytes
+    full: list[int]  # the numbers of the layers with full attention
+    others: list[int]
+    row: dict[str, int]
+    row_elements: int
+    window: int = 0
+    states: Mapping[str, tuple[tuple[int, ...], str, int]] = {}  # name: shape, type, bytes of an element
+
+
+def gpt_oss() -> Hybrid:
+    hidden, layers, inner, experts, vocab, heads, kv_heads, dim = 2880, 24, 2880, 32, 201088, 64, 8, 64
+    attention = 2 * hidden * heads * dim + heads * dim + hidden + 2 * (hidden + 1) * kv_heads * dim + heads  # and sinks
+    matrices, biases = experts * 3 * hidden * inner, experts * (2 * inner + hidden)
+    layer = attention + experts * (hidden + 1) + matrices + biases + 2 * hidden
+    total = 2 * vocab * hidden + layers * layer + hidden
+    packed = layers * matrices  # MXFP4: 4 bits, and a scale of 8 for each 32; all else is bfloat16
+    weights = packed // 2 + packed // 32 + 2 * (total - packed)
+    row = {"num_kv_heads": kv_heads, "head_dim": dim}
+    every = range(layers)
+    full, others = [n for n in every if n % 2], [n for n in every if not n % 2]
+    return Hybrid("openai/gpt-oss-20b", total, weights, full, others, row, 2 * kv_heads * dim, 128)
+
+
+def gemma_27b() -> Hybrid:
+    hidden, layers, inner, vocab, heads, kv_heads, dim = 5376, 62, 21504, 262208, 32, 16, 128
+    layer = 2 * hidden * heads * dim + 2 * hidden * kv_heads * dim + 2 * dim + 3 * hidden * inner + 4 * hidden
+    total = vocab * hidden + layers * layer + hidden  # the output is the embedding's
+    eyes, depth, wide, patches, patch = 1152, 27, 4304, (896 // 14) ** 2, 3 * 14 * 14
+    block = 4 * (eyes + 1) * eyes + (eyes + 1) * wide + (wide + 1) * eyes + 4 * eyes
+    total += depth * block + (patch + 1) * eyes + patches * eyes + 2 * eyes + eyes * hidden + eyes
+    row = {"num_kv_heads": kv_heads, "head_dim": dim}
+    full = [n for n in range(layers) if n % 6 == 5]
+    others = [n for n in range(layers) if n % 6 != 5]
+    return Hybrid("google/gemma-3-27b-it", total, 2 * total, full, others, row, 2 * kv_heads * dim, 1024)
+
+
+def qwen3_next() -> Hybrid:
+    hidden, layers, inner, experts, vocab, heads, kv_heads, dim = 2048, 48, 512, 512, 151936, 16, 2, 256
+    keys, values, wide, kernel = 16, 32, 128, 4
+    full = [n for n in range(layers) if n % 4 == 3]
+    others = [n for n in range(layers) if n % 4 != 3]
+    attention = 3 * hidden * heads * dim + 2 * hidden * kv_heads * dim + 2 * dim  # the query has a gate beside it
+    channels = 2 * keys * wide + values * wide
+    linear = hidden * (channels + values * wide) + hidden * 2 * values + channels * kernel + 2 * values + wide
+    linear += values * wide * hidden
+    feed = experts * hidden + (experts + 1) * 3 * hidden * inner + hidden
+    total = 2 * vocab * hidden + layers * (feed + 2 * hidden) + len(full) * attention + len(others) * linear + hidden
+    total += attention + feed + 2 * hidden + 2 * hidden * hidden + 3 * hidden  # the layer that predicts further
+    row = {"num_kv_heads": kv_heads, "head_dim": dim}
+    states = {
+        "conv": ((channels, kernel - 1), "bfloat16", 2),
+        "ssm": ((values, wide, wide), "float32", 4),
+    }
+    name = "Qwen/Qwen3-Next-80B-A3B-Instruct-FP8"
+    return Hybrid(name, total, total, full, others, row, 2 * kv_heads * dim, 0, states)
+
+
+HYBRIDS = [
+    ("gpt-oss-20b.toml", gpt_oss()),
+    ("gemma-3-27b.toml", gemma_27b()),
+    ("qwen3-next-80b-a3b.toml", qwen3_next()),
+]
+
+
+def test_the_hybrids_have_the_parameters_that_they_are_published_with() -> None:
+    assert [model.num_parameters for _, model in HYBRIDS] == [20_914_757_184, 27_432_406_640, 81_324_862_720]
+
+
+@pytest.mark.parametrize(("name", "model"), HYBRIDS, ids=[name for name, _ in HYBRIDS])
+def test_the_arithmetic_of_a_hybrid_is_the_models(name: str, model: Hybrid) -> None:
+    file = CONFIGS / name
+    config = load(file)
+    pool = config.pool
+    assert (config.model_name, pool.device, pool.num_layers) == (model.name, "cuda", len(model.full))
+    assert {key: getattr(pool, key) for key in model.row} == model.row
+    assert sorted([*model.full, *model.others]) == list(range(len(model.full) + len(model.others)))
+    layer_bytes = model.row_elements * 2
+    token_bytes = layer_bytes * len(model.full)
+    page_bytes = token_bytes * pool.page_size
+    wanted = {model.num_parameters, model.weights, CARD - model.weights, layer_bytes, token_bytes, page_bytes}
+    if config.window is not None:
+        assert (config.window.size, config.window.layers) == (model.window, model.others)
+        other_bytes = layer_bytes * len(model.others) * pool.page_size
+        wanted |= {other_bytes, other_bytes // pool.page_size, other_bytes * -(-model.window // pool.page_size)}
+        kind, size, unit = "window", config.window.bytes, pool.page_size
+    else:
+        assert config.mamba is not None
+        assert config.mamba.layers == model.others
+        states = {state.name: (tuple(state.shape), state.dtype) for state in config.mamba.states}
+        assert states == {name: (shape, dtype) for name, (shape, dtype, _) in model.states.items()}
+        arrays = [math.prod(shape) * item for shape, _, item in model.states.values()]
+        other_bytes = sum(arrays) * len(model.others)
+        wanted |= {*arrays, sum(arrays), other_bytes, other_bytes // token_bytes}
+        kind, size, unit = "mamba", config.mamba.bytes, 1
+    assert pool.size is not None
+    assert size is not None
+    assert config.host.size is not None
+    kept_back = CARD - model.weights - pool.size - size
+    assert 12e9 < kept_back < 14e9
+    assert f"{kept_back / 1e9:.1f} GB kept back" in comments(file)
+    pages, others, host_pages = pool.size // page_bytes, size // other_bytes, config.host.size // page_bytes
+    host_others = host_pages * others // pages
+    host_bytes = host_pages * page_bytes + host_others * other_bytes
+    assert host_bytes < 200 * 10**9, "of 2 TB an eighth, and room for all else"
+    wanted |= {pages, others, host_pages, host_others, host_others * other_bytes, host_bytes}
+    wanted |= {pages * pool.page_size, host_pages * pool.page_size, others * unit, host_others * unit}
+    assert {each for each in wanted if each >= 1000} <= numbers(comments(file))
+
+    told = checked(file)
+    (rank,) = told["ranks"]
+    (companion,) = rank["companions"]
+    assert (rank["layer_bytes"], rank["token_bytes"], rank["page_bytes"]) == (layer_bytes, token_bytes, page_bytes)
+    assert (companion["kind"], companion["page_bytes"]) == (kind, other_bytes)
+    assert [rank["tiers"][tier]["num_pages"] for tier in ("device", "host")] == [pages, host_pages]
+    assert [companion["tiers"][tier]["num_pages"] for tier in ("device", "host")] == [others, host_others]
+    assert told["device_bytes"] == pages * page_bytes + others * other_bytes
+    assert told["ram_bytes"] == told["host_bytes"] == host_bytes
+
+
+def test_what_the_comments_of_hybrids_say_beside_is_so_too() -> None:
+    oss, gemma, qwen = (comments(CONFIGS / name) for name, _ in HYBRIDS)
+    matrices = 24 * 32 * 3 * 2880 * 2880
+    rest = gpt_oss().num_parameters - matrices
+    assert {matrices, matrices // 32 * 17, rest, 2 * rest} <= numbers(oss)
+    assert 8900 // 2 in numbers(oss), "ends of prompts"
+    assert 436_207_616 // 81_920 == 5_324, "and a half"
+    assert 5_325 in numbers(gemma)
+    assert f"{1467 // 16} ends of prompts" in gemma
+    assert f"{976_512 // 4096} for one every 4,096 of these tokens" in qwen
+
+
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
 def test_every_configuration_is_checked_for_a_host_of_two_terabytes_in_words_too(file: Path) -> None:
     command = [sys.executable, "-m", "sglcache", "check", str(file), "--ram", "2 TB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    geometry = Geometry.of(load(file).for_stage(0))
-    for number in (geometry.layer_bytes, geometry.token_bytes, geometry.page_bytes, geometry.num_pages):
+    own = load(file).for_stage(0)
+    geometry = Geometry.of(own)
+    told = [geometry.layer_bytes, geometry.token_bytes, geometry.page_bytes, geometry.num_pages]
+    for each in companions_of(own, geometry):
+        form = each.form
+        told += [form.layer_bytes, form.page_bytes, form.num_pages, form.host_pages, each.window, each.interval]
+        assert f"\n  {each.kind:<7} {form.num_layers} layers, " in done.stdout
+    for number in filter(None, told):
         assert f"{number:,}" in done.stdout
     assert "of --ram:" in done.stdout
 
