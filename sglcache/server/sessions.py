@@ -309,7 +309,7 @@ class Member(Connection):
 
     def clear(self, c: control.Clear) -> None:
         third = self.owner.third
-        tiers = [Tier(number) for number in range(len(self.index.pools))]
+        tiers = [Tier(number) for number in range(self.index.T)]
         if third is not None:
             tiers.append(third.tier)
         tier = None if c.tier is None else _tier(c.tier, tiers, "clear")
