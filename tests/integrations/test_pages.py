@@ -1,7 +1,8 @@
-"""The pages as a step sees them: every layout of them, and what does not fit."""
+"""The pages and states as a step sees them: every layout of them, windows, and what does not fit."""
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable
 
@@ -10,11 +11,23 @@ import pytest
 pytest.importorskip("transformers")
 
 import numpy as np
+import tiny
 import torch
 from torch import Tensor
 
 from sglcache.errors import ConfigError
-from sglcache.integrations.transformers.model import PagedBatch, PagedLayers, Part, paged_attention
+from sglcache.integrations.transformers.geometry import state_modules
+from sglcache.integrations.transformers.model import (
+    PagedBatch,
+    PagedLayers,
+    Part,
+    StateBatch,
+    StateLayers,
+    StatePart,
+    WindowPart,
+    check_continues,
+    paged_attention,
+)
 
 NUM_PAGES, PAGE_SIZE, LAYERS, HEADS, DIM = 12, 4, 3, 2, 8
 
@@ -137,3 +150,134 @@ def test_everything_a_step_makes_is_where_the_pages_are() -> None:
     assert (keys.shape, keys.device.type) == ((1, HEADS, 6 + 10 + 9, DIM), "meta")
     out, _ = paged_attention(torch.nn.Identity(), new, keys, values, None, paged=step)
     assert (out.shape, out.device.type) == ((1, 14, HEADS, DIM), "meta")
+
+
+# -- windows -------------------------------------------------------------------------------------------------------
+
+WINDOW = 6  # more than a page, and no multiple of one
+
+
+def windowed(start: int, count: int, first: int, slots: list[int]) -> Part:
+    """Of a request that holds no page before `first` any more."""
+    tokens = np.arange(count, dtype="<u4").tobytes()
+    return Part(tokens, start, b"", None, True, WindowPart(first, array("i", slots).tobytes()))
+
+
+@pytest.mark.parametrize("layout", [page_first, layer_first, head_first])
+def test_a_window_is_attended_to_from_the_pages_that_are_left(layout: Callable[[], Planes]) -> None:
+    """Chunk by chunk, with no page that lies wholly before the window; as torch's attention over all of it, masked."""
+    torch.manual_seed(0)
+    layers = PagedLayers(*layout(), window=WINDOW)
+    for plane in (*layers.pages[1][0:1], *layers.pages[1][1:2]):
+        plane.fill_(torch.nan)  # to read what was not written shows
+    slots, length = [7, 2, 11, 0, 5, 3, 9, 1], 30
+    query, key, value = (torch.randn(1, HEADS, length, DIM) for _ in range(3))
+    after = torch.arange(length)[:, None] - torch.arange(length)
+    mask = (after >= 0) & (after < WINDOW)
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+    got = []
+    for start, stop in itertools.pairwise([0, 3, 4, 14, 15, 16, 25, 26, 30]):
+        first = max(0, start - WINDOW + 1) // PAGE_SIZE
+        step = batch(layers, windowed(start, stop - start, first, slots[first:]))
+        new = slice(start, stop)
+        k, v = step.update(key[:, :, new], value[:, :, new], 1)
+        out, _ = paged_attention(torch.nn.Identity(), query[:, :, new], k, v, None, paged=step, sliding_window=WINDOW)
+        got.append(out)
+    torch.testing.assert_close(torch.cat(got, 1), want, atol=1e-6, rtol=0)
+
+
+def test_layers_of_two_kinds_have_pools_of_their_own() -> None:
+    """Full attention in the model's layers 1 and 3, a window in 0 and 2, each in the order of its own pool."""
+    (full_k, full_v), (window_k, window_v) = page_first(), page_first()
+    pools = [
+        PagedLayers(full_k[:2], full_v[:2], (1, 3)),
+        PagedLayers(window_k[:2], window_v[:2], (0, 2), WINDOW),
+    ]
+    part = Part(
+        np.arange(2, dtype="<u4").tobytes(),
+        8,
+        array("i", [1, 2, 3]).tobytes(),
+        None,
+        True,
+        WindowPart(0, b"\4\0\0\0" * 3),
+    )
+    step = PagedBatch(pools, [part], lambda load, layer: None)
+    for layer in range(4):
+        k, _ = step.update(*(torch.full((1, HEADS, 2, DIM), layer + 1.0) for _ in range(2)), layer)
+        assert k.shape[2] == (10 if layer % 2 else 7), "everything, or a window's tokens before the first new one"
+        assert step.window == (None if layer % 2 else WINDOW)
+    for planes, slot, layers in ((full_k, 3, (1, 3)), (window_k, 4, (0, 2))):
+        for plane, layer in zip(planes, layers, strict=False):
+            assert (plane[slot, :2] == layer + 1.0).all()
+    with pytest.raises(ConfigError, match="layer 4 caches"):
+        step.update(*(torch.zeros(1, HEADS, 2, DIM) for _ in range(2)), 4)
+
+
+def test_another_window_than_the_layer_s_is_refused() -> None:
+    new = torch.ones(1, HEADS, 2, DIM)
+    step = batch(PagedLayers(*page_first(), window=WINDOW), windowed(0, 2, 0, [3]))
+    k, v = step.update(new, new, 0)
+    with pytest.raises(ConfigError, match="sliding_window = 5, and its layer's is 6"):
+        paged_attention(torch.nn.Identity(), new, k, v, None, paged=step, sliding_window=5)
+
+
+# -- states --------------------------------------------------------------------------------------------------------
+
+
+def states(num_slots: int = 6) -> StateLayers:
+    """Of two layers, the model's 1 and 4; slot s is full of s."""
+    forms = {"conv": (3, 4), "ssm": (2, 5)}
+    slots = torch.arange(float(num_slots))
+    planes = {
+        name: [slots.view(-1, 1, 1).expand(-1, *shape).clone() for _ in range(2)] for name, shape in forms.items()
+    }
+    return StateLayers(planes, (1, 4))
+
+
+def state_batch(layers: StateLayers, *parts: StatePart) -> StateBatch:
+    return StateBatch(layers, torch.zeros(len(parts), 1, dtype=torch.int64), parts, lambda: None)
+
+
+def test_states_are_read_from_their_sources_and_written_where_they_are_wanted_at_the_end_alone() -> None:
+    layers = states()
+    step = state_batch(layers, StatePart(1, (2, 5)), StatePart(3, (3,)))
+    for layer in layers.numbers:
+        conv, ssm = step.get_conv_state(layer), step.get_recurrent_state(layer)
+        assert conv is not None
+        assert ssm is not None
+        assert [conv[0].unique().tolist(), conv[1].unique().tolist()] == [[1.0], [3.0]]
+        conv += 10  # as the kernels of one token do
+        step.update_recurrent_state(ssm + 20, layer)
+    before = states()
+    for name, planes in layers.planes.items():
+        assert all(map(torch.equal, planes, before.planes[name])), "a step that fails has written nothing"
+    step.keep()
+    for name, more in (("conv", 10), ("ssm", 20)):
+        for plane in layers.planes[name]:
+            assert plane[:, 0, 0].tolist() == [0, 1, 1 + more, 3 + more, 4, 1 + more]
+
+
+def test_without_a_source_there_is_nothing_before_and_a_short_start_is_padded() -> None:
+    layers = states()
+    step = state_batch(layers, StatePart(None, (0,)))
+    assert step.get_conv_state(1) is step.get_recurrent_state(1) is None
+    new = torch.arange(1.0, 7).view(1, 3, 2)
+    assert step.update_conv_state(new, 1)[0, 0].tolist() == [0, 0, 1, 2]
+    assert step.update_conv_state(new, 1)[0, 0].tolist() == [0, 0, 1, 2, 1, 2]
+    now = step.get_conv_state(1)
+    assert now is not None
+    assert now[0, 0].tolist() == [1, 2, 1, 2]
+
+
+def test_a_module_that_forgets_its_state_is_refused() -> None:
+    """Mamba-1's: what a prompt's second chunk says does not depend on the first."""
+    for model, forgets in ((tiny.forgetful(), True), (tiny.build("granite_hybrid"), False)):
+        number, module = next(iter(state_modules(model).items()))
+        width = module.conv1d.in_channels
+        forms = {"conv": (width, module.conv_kernel_size), "ssm": (width, 8) if forgets else (8, 16, 16)}
+        layers = StateLayers({name: [torch.zeros(2, *form)] for name, form in forms.items()}, (number,))
+        if not forgets:
+            check_continues(module, layers, 64, torch.float32)
+            continue
+        with pytest.raises(ConfigError, match="JambaMambaMixer forgets its ssm state"):
+            check_continues(module, layers, 64, torch.float32)

@@ -116,7 +116,7 @@ class PagedModel:
             self._states = StateLayers(member.mamba.states, numbers.mamba)
             first = numbers.mamba[0]
             one = StateLayers({name: planes[:1] for name, planes in self._states.planes.items()}, (first,))
-            _check_continues(modules[first], one, text.hidden_size, model.dtype)
+            check_continues(modules[first], one, text.hidden_size, model.dtype)
         device = self._pools[0].device
         if model.device != device:
             raise ConfigError(f"the model is on {model.device} and the daemon's pages are on {device}")
@@ -161,7 +161,7 @@ def _lets_us_attend(model: Any) -> bool:
     return capped or any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
-def _check_continues(module: Any, layers: StateLayers, width: int, dtype: torch.dtype) -> None:
+def check_continues(module: Any, layers: StateLayers, width: int, dtype: torch.dtype) -> None:
     """ConfigError: the module forgets its state where several tokens follow at once, as Mamba-1's do.
 
     Nothing in a model says so, so it is tried: what comes out must not be the same after two different states.
