@@ -273,6 +273,7 @@ class Companions:
         """Take an unlocked cell of a companion from a node. `gone`: it is counted as evicted."""
         pool = self.index.pools[c]
         run = node.cells[c]
+        self.index.tell(c, node, False)
         self.order(c).unlink(node)
         node.cells[c] = None
         pool.cached -= len(run) // SLOT_BYTES
@@ -583,6 +584,7 @@ class Companions:
         node.cells[kind.device] = slots
         self.order(kind.device).put(node)
         self.index.moved()
+        self.index.tell(kind.device, node, True)
         self.count(kind, "committed_slots", count)
 
     def put_ends(self, lease: Lease, ends: Sequence[tuple[int, int, bytes]]) -> int:
@@ -898,6 +900,7 @@ class Companions:
             amount = 1 if self.index.tree.by_end[c] else node.num_bytes
             self.order(c).let_go(node, amount)
             self.order(c - HOST).let_go(node, amount)
+            self.index.tell(c, node, True)
 
     def unwrite(self, ticket: Ticket) -> list[tuple[int, bytes]]:
         """A copy that comes to nothing: (host cell, slots) that its pages had there, which are not counted any more.

@@ -1690,15 +1690,21 @@ class Index:
     def change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
         """The node's pages are in this tier from now on, or are no longer. The one place that says so."""
         self.version += 1
+        self.tell(c, node, present, session_id)
+
+    def tell(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
+        """Have routers know that a cell is there from now on, or no longer; of a companion's if it has a group."""
         log = self.log
         if log is None or not self.telling:
             return
+        resource, tier = divmod(c, self.T)
         if node.space.extras is None:
-            self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes
+            if not resource:
+                self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes
         elif present:
-            log.stored(node, Tier(c), session_id)
+            log.stored(node, Tier(tier), session_id, resource)
         else:
-            log.removed(node, Tier(c))
+            log.removed(node, Tier(tier), resource)
 
     def evict(self, c: int, num_pages: int) -> bool:
         """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before, or it takes the

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from sglcache.core.encoding import Extras
+from sglcache.core.encoding import Extras, Group
 from sglcache.core.eventlog import Frame, Run
 from sglcache.core.tree import Node, Tree, Walk
 from sglcache.units import Tier
@@ -37,7 +37,12 @@ class Snapshot:
     def __init__(self, log: EventLog, tree: Tree, l3: L3 | None = None) -> None:
         """`l3`: one whose pages are told of, too, behind those of the tree."""
         self._log = log
-        self._tiers = [(c, Tier(c)) for c in range(tree.T)]
+        # Full KV first, and of companions those that are told of.
+        self._cells = [
+            (c, Tier(c % tree.T), None if c < tree.T else log.group(c // tree.T))
+            for c in range(tree.C)
+            if c < tree.T or log.group(c // tree.T) is not None
+        ]
         self._walk = Walk(tree)
         self._max_blocks = min(log.max_blocks, max(1, FRAME_TOKENS * 4 // log.page_weight))
         self._l3 = l3
@@ -114,15 +119,17 @@ class Snapshot:
 
     def _tell(self, node: Node, building: _Frame) -> None:
         hashes, extras = node.hashes, node.space.extras
-        tiers = [tier for c, tier in self._tiers if node.cells[c] is not None and not node.writing >> c & 1]
-        if not isinstance(hashes, bytes) or extras is None or not tiers:
+        places = [
+            (tier, group) for c, tier, group in self._cells if node.cells[c] is not None and not node.writing >> c & 1
+        ]
+        if not isinstance(hashes, bytes) or extras is None or not places:
             self._walk.advance(node)
             return
         size, keys = self._log.hasher.size, self._log.keys
         num_pages = len(hashes) // size
         start = _page_of(self._told, hashes, size) + 1 if self._told else 0
         self._told = b""
-        room = (self._max_blocks - building.num_blocks) // len(tiers)
+        room = (self._max_blocks - building.num_blocks) // len(places)
         stop = min(num_pages, start + max(1, room))
         if start:
             parent: bytes | None = hashes[(start - 1) * size : start * size]
@@ -134,8 +141,12 @@ class Snapshot:
         digests = hashes[start * size : stop * size]
         tokens = node.key[start * keys.page_bytes : stop * keys.page_bytes + keys.over]
         if digests:
-            for tier in tiers:
-                building.add(tier, digests, tokens, parent, extras)
+            for tier, group in places:
+                if group is None or not group.by_end:
+                    building.add(tier, digests, tokens, parent, extras, group)
+                elif stop == num_pages:
+                    before = digests[-2 * size : -size] or parent
+                    building.add(tier, digests[-size:], tokens[-keys.page_bytes - keys.over :], before, extras, group)
         if stop < num_pages:
             self._told = digests[-size:]
         else:
@@ -151,37 +162,45 @@ def _page_of(digest: bytes, hashes: bytes, size: int) -> int:
 
 
 class _Frame:
-    """A frame in the making: one open run a tier, which a node joins that goes on where the last one ended."""
+    """A frame in the making: one open run a tier and group, which a node joins that goes on where the last ended."""
 
     def __init__(self, log: EventLog) -> None:
         self.num_blocks = 0
         self._log = log
         self._events: list[bytes] = []
         self._num_events = 0
-        self._runs: dict[Tier, Run] = {}
+        self._runs: dict[tuple[Tier, Group | None], Run] = {}
 
     def clear(self) -> None:
         self._events.extend(self._log.encoding.cleared())
         self._num_events += 1
 
-    def add(self, tier: Tier, digests: bytes, tokens: bytes, parent: bytes | None, extras: Extras) -> None:
+    def add(
+        self,
+        tier: Tier,
+        digests: bytes,
+        tokens: bytes,
+        parent: bytes | None,
+        extras: Extras,
+        group: Group | None = None,
+    ) -> None:
         size = self._log.hasher.size
-        run = self._runs.get(tier)
+        run = self._runs.get((tier, group))
         if run is None or parent is None or run.digests[-1][-size:] != parent or run.extras != extras:
-            self._end(tier)
-            run = self._runs[tier] = Run(True, tier, parent, extras)
+            self._end((tier, group))
+            run = self._runs[tier, group] = Run(True, tier, parent, extras, group)
         run.digests.append(digests)
         run.tokens.append(tokens)
         run.num_blocks += len(digests) // size
         self.num_blocks += len(digests) // size
 
     def close(self) -> Frame:
-        for tier in list(self._runs):
-            self._end(tier)
+        for place in list(self._runs):
+            self._end(place)
         return Frame(self._events, self._num_events, self.num_blocks)
 
-    def _end(self, tier: Tier) -> None:
-        run = self._runs.pop(tier, None)
+    def _end(self, place: tuple[Tier, Group | None]) -> None:
+        run = self._runs.pop(place, None)
         if run is not None:
             self._events.extend(self._log.encode(run))
             self._num_events += 1
