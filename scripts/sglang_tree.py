@@ -41,7 +41,7 @@ from sglang.srt.mem_cache.unified_cache.cache_action import SWARebuild  # noqa: 
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 
 from sglcache.bench import trace as traces  # noqa: E402
-from sglcache.bench.hybrid import KINDS, parts  # noqa: E402
+from sglcache.bench.hybrid import KINDS, floor, parts  # noqa: E402
 
 FULL, SWA, MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
 STATE_GRID = 64  # tokens: the chunk of flash-linear-attention's kernels, at whose multiples a state can be had
@@ -114,10 +114,7 @@ class Tree:
         """`key` is all that is computed so far, of which the tree has `known` tokens from this request already."""
         params = InsertParams(key=RadixKey(key), value=slots, prev_prefix_len=known, mamba_value=state)
         if self.window:
-            # As `free_swa_out_of_window_slots`: what is wholly before the window of the key's end is given up.
-            page_size = self.page_size
-            keep = -(-max(self.window, page_size) // page_size) * page_size
-            params.set_evicted_seqlen(SWA, max(0, (len(key) - 1 - keep) // page_size * page_size))
+            params.set_evicted_seqlen(SWA, floor(len(key), self.window, self.page_size))
         core = self.core
         step = core.begin_insert(params)
         while True:

@@ -17,6 +17,7 @@ import click
 
 from sglcache.bench import harness
 from sglcache.bench.harness import Comparison, Row
+from sglcache.bench.hybrid import KINDS
 from sglcache.core.eviction import POLICIES
 from sglcache.memory.geometry import LAYOUTS
 
@@ -51,8 +52,14 @@ def bench() -> None:
 @click.option("--hash", "hash_name", type=click.Choice(["xxh3_128", "sha256"]), default="xxh3_128", show_default=True)
 @policy_option
 @click.option("--host-policy", type=click.Choice(POLICIES), default="lru", show_default=True, help="Of --host-tokens.")
+@click.option("--kind", type=click.Choice(list(KINDS)), default="full", show_default=True, help="What the tree keeps.")
+@click.option("--chunk-tokens", type=click.IntRange(min=0), default=0, help="Of a part; by default prompts go whole.")
+@click.option("--window", type=positive, default=128, show_default=True, help="Tokens that a query sees: swa, unified.")
+@click.option("--window-tokens", type=positive, help="Capacity for windows; by default a quarter of --capacity-tokens.")
+@click.option("--state-slots", type=positive, default=256, show_default=True, help="Capacity: mamba, unified.")
+@click.option("--beside-full", is_flag=True, help="In turn with a tree of full KV alone, which does the same work.")
 @click.option("--peer", metavar="CMD", help="A command that measures something else; it prints a row as --json does.")
-@click.option("--pairs", type=positive, default=harness.MIN_PAIRS, show_default=True, help="Runs of each, with --peer.")
+@click.option("--pairs", type=positive, default=harness.MIN_PAIRS, show_default=True, help="Runs of each, in turn.")
 @json_option
 def index(
     trace: Path,
@@ -64,20 +71,39 @@ def index(
     hash_name: str,
     policy: str,
     host_policy: str,
+    kind: str,
+    chunk_tokens: int,
+    window: int,
+    window_tokens: int | None,
+    state_slots: int,
+    beside_full: bool,
     peer: str | None,
     pairs: int,
     as_json: bool,
 ) -> int:
     """The cost of a request on a real trace, in the index alone: acquire, commit, release, cut and encode.
 
-    With --peer both run in turn, each time in a fresh process, and are compared.
+    With --peer or --beside-full all run in turn, each time in a fresh process, and are compared.
     """
     from sglcache.bench import index as benchmark
 
     options = benchmark.Options(
-        trace, page_size, limit, capacity_tokens, host_tokens, events, hash_name, policy, host_policy
+        trace,
+        page_size,
+        limit,
+        capacity_tokens,
+        host_tokens,
+        events,
+        hash_name,
+        policy,
+        host_policy,
+        kind,
+        chunk_tokens,
+        window,
+        window_tokens,
+        state_slots,
     )
-    if peer is None:
+    if peer is None and not beside_full:
         return _show("index", benchmark.run(options), as_json)
     ours = [sys.executable, "-m", "sglcache", "bench", "index", "--trace", str(trace), "--page-size", str(page_size)]
     ours += [
@@ -91,16 +117,79 @@ def index(
         policy,
         "--host-policy",
         host_policy,
+        "--chunk-tokens",
+        str(chunk_tokens),
         "--json",
     ]
     if limit is not None:
         ours += ["--limit", str(limit)]
     if events:
         ours.append("--events")
-    row = benchmark.against(ours, peer, pairs)
+    full = ours if beside_full else None
+    ours = [*ours, "--kind", kind, "--window", str(window), "--state-slots", str(state_slots)]
+    if window_tokens is not None:
+        ours += ["--window-tokens", str(window_tokens)]
+    row = benchmark.against(ours, peer, pairs, full)
     if as_json:
         return _show("index", row, as_json)
-    _comparison_table(f"{shlex.join(ours[1:])}\n{peer}", row)
+    if full is not None:
+        _comparison_table(shlex.join(full[1:]), row, row["full_ratios"], ("full", "ours"))
+    if peer is not None:
+        _comparison_table(f"{shlex.join(ours[1:])}\n{peer}", row, row["ratios"], ("ours", "peer"))
+    return 0
+
+
+@bench.command()
+@click.option("--trace", type=click.Path(path_type=Path), required=True, help="A file in Mooncake's trace format.")
+@click.option("--page-size", type=click.IntRange(1, 4096), default=64, show_default=True)
+@click.option("--limit", type=positive, help="Only the first so many requests.")
+@click.option("--capacity-tokens", type=positive, default=2_000_000, show_default=True)
+@click.option("--host-tokens", type=click.IntRange(min=0), default=0, help="A second tier; by default there is none.")
+@click.option(
+    "--chunk-tokens", type=click.IntRange(min=0), default=4096, show_default=True, help="Of a part; 0: whole."
+)
+@click.option("--window", type=positive, multiple=True, default=(128, 4096), show_default=True, help="Tokens; each.")
+@click.option("--window-tokens", type=positive, help="Capacity for windows; by default a quarter of --capacity-tokens.")
+@click.option("--state-slots", type=positive, default=256, show_default=True, help="Capacity for states.")
+@json_option
+def estimate(
+    trace: Path,
+    page_size: int,
+    limit: int | None,
+    capacity_tokens: int,
+    host_tokens: int,
+    chunk_tokens: int,
+    window: tuple[int, ...],
+    window_tokens: int | None,
+    state_slots: int,
+    as_json: bool,
+) -> int:
+    """What a router that follows the events would promise, against what is then matched, for each kind of tree."""
+    from sglcache.bench import estimate as benchmark
+    from sglcache.bench.index import Options
+
+    base = Options(
+        trace,
+        page_size,
+        limit,
+        capacity_tokens,
+        host_tokens,
+        chunk_tokens=chunk_tokens,
+        window_tokens=window_tokens,
+        state_slots=state_slots,
+    )
+    row = benchmark.run(benchmark.Options(base, window))
+    if as_json:
+        return _show("estimate", row, as_json)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*row["kinds"][0])
+    for each in row["kinds"]:
+        table.add_row(*(_text(value) for value in each.values()))
+    Console().print(table)
+    click.echo(_line({key: value for key, value in row.items() if key != "kinds"}))
+    click.secho(_line(harness.facts()), dim=True)
     return 0
 
 
@@ -365,14 +454,13 @@ def _show(title: str, row: Row, as_json: bool) -> int:
     return 0
 
 
-def _comparison_table(title: str, row: Row) -> None:
+def _comparison_table(title: str, row: Row, ratios: dict[str, Comparison], names: tuple[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     # Medians, their ratio, the ratios of single pairs from the least to the most, and how far the runs were apart.
-    table = Table("", "ours", "peer", "ratio", "pairs", "ours, runs", "peer, runs")
-    ratios: dict[str, Comparison] = row["ratios"]
+    table = Table("", *names, "ratio", "pairs", *(f"{name}, runs" for name in names))
     for field, each in ratios.items():
         table.add_row(
             field,

@@ -24,3 +24,12 @@ def parts(matched: int, reach: int, end: int, chunk_tokens: int, page_size: int)
     if matched < reach < end:
         ends.add(reach)
     return sorted(ends)
+
+
+def floor(end: int, window: int, page_size: int) -> int:
+    """Behind a part that ends at `end`: so many tokens before it, whole pages, are given up, and their windows free.
+
+    As SGLang has it: a whole window stays in front of the last token, in whole pages.
+    """
+    keep = -(-max(window, page_size) // page_size) * page_size
+    return max(0, (end - 1 - keep) // page_size * page_size)

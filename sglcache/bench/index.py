@@ -5,35 +5,45 @@ release with its event done, and the cut of its events, encoded; effects are dra
 turn of the daemon. All laws are on. The allocator and the cycle collector are set as the daemon sets them, and the
 heap has been touched, as in a process that has run for a while: the first use of memory is the kernel's time.
 
-The timed parts, in microseconds per request: `acquire_us`, `commit_us` (with the copies' acks), `release_us`,
-`take_encode_us` (every drain and cut, so also what a drain has to cut before it: the hashing and encoding). `total_us`
-is their sum with the collector's ticks; `cpu_us` is this thread's CPU time over the same. The trace's tokens are made
-outside of it, some hundred requests ahead.
+The timed parts, in microseconds per request: `acquire_us`, `extend_us`, `commit_us` (with the copies' acks),
+`release_us`, `take_encode_us` (every drain and cut, so also what a drain has to cut before it: the hashing and
+encoding). `total_us` is their sum with the collector's ticks; `cpu_us` is this thread's CPU time over the same. The
+trace's tokens are made outside of it, some hundred requests ahead.
+
+A prompt is computed whole, or in parts (`hybrid.parts`): each is an extend and a commit, and behind each the tree keeps
+what its kind keeps, a window of the part's last pages, the state at its end. A runner's own state, which it works in
+beside those that it commits, is not counted.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from sglcache.bench import trace as traces
-from sglcache.bench.harness import Row, Summary, compare, in_turn, run_json
-from sglcache.core.effects import Copy, Effect, Grant, Publish, Wake
+from sglcache.bench.harness import Row, Summary, compare, run_json
+from sglcache.bench.hybrid import KINDS, floor, parts
+from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Result, Wake
+from sglcache.core.encoding import PLAIN, Format
 from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
+from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.errors import ConfigError, SglcacheError
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.collector import Collector
-from sglcache.units import LeaseId, SessionId
+from sglcache.units import LeaseId, SessionId, Tier
+from sglcache.wire.control import Extension
 
 TOUCHED_MIB = 64  # of heap
 AHEAD = 600  # requests whose tokens are made before the clock runs on
 HIT_SHARE = 0.5  # a request is a hit if at least so much of its prompt was matched, else a miss
 COMPARED = ("total_us", "p50_us", "p99_us", "cpu_us", "cpu_p50_us")
+SAME_WORK = ("requests", "page_size", "events", "chunk_tokens")  # of two rows that are compared
+SAME_KIND = ("kind", "window", "window_tokens", "state_slots")
 
 
 class Options(NamedTuple):
@@ -48,18 +58,59 @@ class Options(NamedTuple):
     hash_name: str = "xxh3_128"
     policy: str = "lru"
     host_policy: str = "lru"
+    kind: str = "full"  # of KINDS
+    chunk_tokens: int = 0  # 0: a prompt is computed whole
+    window: int = 128  # tokens that a query sees
+    window_tokens: int | None = None  # capacity; None: a quarter of capacity_tokens
+    state_slots: int = 256  # capacity
+
+    @property
+    def keeps_window(self) -> bool:
+        return KINDS[self.kind][0]
+
+    @property
+    def keeps_states(self) -> bool:
+        return KINDS[self.kind][1]
+
+    def companions(self) -> tuple[Companion, ...]:
+        """What the tree keeps beside full KV. On the host in the proportion of full KV."""
+        made: list[Companion] = []
+        host = self.host_tokens / self.capacity_tokens
+        if self.keeps_window:
+            tokens = self.capacity_tokens // 4 if self.window_tokens is None else self.window_tokens
+            pages = tokens // self.page_size
+            made.append(Companion(SlidingWindow(-(-self.window // self.page_size)), pages, int(pages * host)))
+        if self.keeps_states:
+            made.append(Companion(MambaState(), self.state_slots, int(self.state_slots * host)))
+        return tuple(made)
 
 
 class Timed(NamedTuple):
     """One request: seconds of each part, and what came of it."""
 
     acquire_s: float
+    extend_s: float
     commit_s: float
     release_s: float
     take_encode_s: float
     total_s: float
     cpu_s: float
     matched_tokens: int
+    full_tokens: int  # that full KV alone would have matched
+
+
+class Work(NamedTuple):
+    """How prompts are computed."""
+
+    page_size: int
+    chunk_tokens: int = 0
+    window: int = 0  # tokens; 0: no window is kept
+    state: int | None = None  # the number of the companion that keeps states
+
+    @property
+    def num_states(self) -> int:
+        """Own states that a part needs."""
+        return int(self.state is not None)
 
 
 class Driver:
@@ -112,11 +163,32 @@ class Driver:
             for copy in copies:
                 index.copy_done(copy.ticket)
 
-    def acquire(self, tokens: bytes) -> Grant:
+    def acquire(self, tokens: bytes, room: int | None = None, spare: Sequence[int] = ()) -> Grant:
         """With `step`s and their drains where one slice of eviction is not enough. NoSpace as the index."""
-        grant = self.index.acquire(self.session, 1, tokens)
+        grant = self.index.acquire(self.session, 1, tokens, room=room, spare=spare)
         self.pump()
-        while grant is None:
+        if grant is None:
+            woken = self._stepped()
+            assert isinstance(woken, Grant), woken
+            grant = woken
+        return grant
+
+    def extend(self, lease: LeaseId, upto: int, spare: tuple[int, ...] = ()) -> Extended:
+        """Pages for the first `upto` tokens. As `acquire`."""
+        extended = self.index.extend(self.session, 1, [Extension(lease, upto=upto, spare=spare)])
+        self.pump()
+        if extended is None:
+            woken = self._stepped()
+            assert isinstance(woken, Extended), woken
+            extended = woken
+        (result,) = extended.results
+        if isinstance(result, SglcacheError):
+            raise result
+        return extended
+
+    def _stepped(self) -> Result:
+        """What whoever waits for room is told in the end."""
+        while True:
             self.num_slices += 1
             self.index.step()
             self.pump()
@@ -124,15 +196,23 @@ class Driver:
             if isinstance(last, Wake):
                 if isinstance(last.result, SglcacheError):
                     raise last.result
-                assert isinstance(last.result, Grant), last
-                grant = last.result
-        return grant
+                return last.result
 
-    def commit(self, lease: LeaseId) -> None:
+    def commit(
+        self,
+        lease: LeaseId,
+        tokens: int | None = None,
+        ends: Sequence[tuple[int, int, int]] = (),
+        floor: int | None = None,
+    ) -> Committed:
         self.ticket += 1
-        self.index.commit(self.session, 2, lease, self.ticket)
+        self.index.commit(self.session, 2, lease, self.ticket, tokens=tokens, ends=ends, floor=floor)
         self.index.event_done(self.session, self.ticket)
         self.pump()
+        for effect in reversed(self.effects):
+            if isinstance(effect, Wake) and isinstance(effect.result, Committed):
+                return effect.result
+        raise AssertionError("a commit whose event is done has no answer")
 
     def release(self, lease: LeaseId) -> None:
         self.ticket += 1
@@ -148,41 +228,91 @@ class Driver:
         self.pump()
 
 
-def measure(driver: Driver, collector: Collector, prompts: Iterator[bytes]) -> Iterator[Timed]:
+class Lap:
+    """Seconds since the last one, without those that the driver spent in drains and cuts meanwhile."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.at, self._take = time.perf_counter(), driver.take_s
+
+    def __call__(self) -> float:
+        now, take = time.perf_counter(), self._driver.take_s
+        lap = now - self.at - (take - self._take)
+        self.at, self._take = now, take
+        return lap
+
+
+def measure(driver: Driver, collector: Collector, prompts: Iterator[bytes], work: Work) -> Iterator[Timed]:
     """Run each prompt through; the consumer's time between two requests is not counted."""
-    clock, cpu = time.perf_counter, time.thread_time
+    cpu = time.thread_time
     for tokens in prompts:
         cpu_start = cpu()
-        start = clock()
-        grant = driver.acquire(tokens)
-        acquired, take_acquired = clock(), driver.take_s
-        driver.commit(grant.lease)
-        committed, take_committed = clock(), driver.take_s
+        lap = Lap(driver)
+        start = lap.at
+        if work.chunk_tokens or work.window or work.num_states:
+            grant, acquire_s, extend_s, commit_s = in_parts(driver, tokens, work, lap)
+        else:
+            grant = driver.acquire(tokens)
+            acquire_s, extend_s = lap(), 0.0
+            driver.commit(grant.lease)
+            commit_s = lap()
         driver.release(grant.lease)
-        released, take_released = clock(), driver.take_s
+        release_s = lap()
         driver.cut()
         collector.tick()
-        end = clock()
+        lap()
+        end = lap.at
         cpu_end = cpu()
         take = driver.take_s
         driver.counted()
         yield Timed(
-            acquired - start - take_acquired,
-            committed - acquired - (take_committed - take_acquired),
-            released - committed - (take_released - take_committed),
+            acquire_s,
+            extend_s,
+            commit_s,
+            release_s,
             take,
             end - start,
             cpu_end - cpu_start,
             grant.matched_tokens,
+            grant.reaches[0] if grant.reaches else grant.matched_tokens,
         )
 
 
-def run(options: Options) -> Row:
-    """One measurement in this process, as one row."""
+def in_parts(driver: Driver, tokens: bytes, work: Work, lap: Lap) -> tuple[Grant, float, float, float]:
+    """Acquire, then for each part what it needs and a commit; the grant, and seconds in acquire, extends, commits."""
+    length, state = len(tokens) // 4, work.state
+    end = length - length % work.page_size
+    step = max(1, work.chunk_tokens // work.page_size) * work.page_size if work.chunk_tokens else None
+    one = () if state is None else (*[0] * state, 1)
+    grant = driver.acquire(tokens, room=step, spare=one)
+    acquire_s, extend_s, commit_s = lap(), 0.0, 0.0
+    lease, known = grant.lease, grant.matched_tokens
+    reach = grant.reaches[0] if grant.reaches else known
+    granted = length if step is None else known + step
+    slots = b"" if state is None else grant.shares[state].slots
+    for stop in parts(known, reach, end, work.chunk_tokens, work.page_size):
+        if stop > granted or (state is not None and not slots):
+            granted = length if stop == end else max(granted, stop)
+            extended = driver.extend(lease, granted, () if slots else one)
+            if state is not None and not slots:
+                slots = extended.shares[0][state]
+            extend_s += lap()
+        ends = [(state, stop, int.from_bytes(slots[:4], "little"))] if state is not None and stop > known else []
+        given_up = floor(stop, work.window, work.page_size) if work.window else None
+        committed = driver.commit(lease, stop, ends, given_up)
+        if state is not None:
+            slots = committed.shares[state].slots
+        commit_s += lap()
+        known = stop
+    return grant, acquire_s, extend_s, commit_s
+
+
+def build(options: Options, format: Format = PLAIN) -> tuple[Index, Work]:
+    """The index of these options, and how prompts are computed on it. ConfigError: it would hold nothing."""
     num_pages = options.capacity_tokens // options.page_size
     if num_pages < 1:
         raise ConfigError(f"--capacity-tokens {options.capacity_tokens} hold no page of {options.page_size} tokens")
-    keep_large_buffers()
+    companions = options.companions()
     index = Index(
         IndexConfig(
             page_size=options.page_size,
@@ -190,10 +320,21 @@ def run(options: Options) -> Row:
             host_pages=options.host_tokens // options.page_size,
             events=options.events,
             hash_name=options.hash_name,
+            format=format,
             eviction=Policy(options.policy),
             host_eviction=Policy(options.host_policy),
+            companions=companions,
         )
     )
+    window = options.window if options.keeps_window else 0
+    state = len(companions) - 1 if options.keeps_states else None
+    return index, Work(options.page_size, options.chunk_tokens, window, state)
+
+
+def run(options: Options) -> Row:
+    """One measurement in this process, as one row."""
+    index, work = build(options)
+    keep_large_buffers()
     driver = Driver(index)
     collector = Collector()
     requests = traces.requests(options.trace, options.limit)
@@ -204,7 +345,7 @@ def run(options: Options) -> Row:
         while batch := [request.tokens.tobytes() for request in islice(requests, AHEAD)]:
             touch_heap()
             lengths += [len(tokens) // 4 for tokens in batch]
-            timed += measure(driver, collector, iter(batch))
+            timed += measure(driver, collector, iter(batch), work)
     finally:
         collector.stop()
     if not timed:
@@ -221,6 +362,7 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
     count, page_size = len(timed), options.page_size
     aligned = sum(length // page_size * page_size for length in lengths)
     matched = sum(each.matched_tokens for each in timed)
+    reached = sum(each.full_tokens for each in timed)
     total = Summary.of([each.total_s * 1e6 for each in timed])
     cpu = Summary.of([each.cpu_s * 1e6 for each in timed])
     hits: list[float] = []
@@ -228,8 +370,10 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
     for each, length in zip(timed, lengths, strict=True):
         (hits if each.matched_tokens >= HIT_SHARE * length else misses).append(each.total_s * 1e6)
     counters = index.stats().counters
+    pools = {pool.resource: pool.total for pool in index.stats().pools if pool.tier is Tier.DEVICE}
     return {
         "system": f"sglcache-{importlib.metadata.version('sglcache')}",
+        "kind": options.kind,
         "page_size": page_size,
         "events": options.events,
         "hash": options.hash_name if options.events else None,
@@ -237,10 +381,16 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
         "host_policy": options.host_policy if options.host_tokens else None,
         "capacity_tokens": options.capacity_tokens,
         "host_tokens": options.host_tokens,
+        "window": options.window if options.keeps_window else 0,
+        "window_tokens": pools.get("window", 0) * page_size,
+        "state_slots": pools.get("mamba", 0),
+        "chunk_tokens": options.chunk_tokens,
         "requests": count,
         "tokens": aligned,
         "hit_rate": round(matched / aligned, 4) if aligned else 0.0,
+        "full_reach": round(reached / aligned, 4) if aligned else 0.0,
         "acquire_us": round(sum(each.acquire_s for each in timed) / count * 1e6, 1),
+        "extend_us": round(sum(each.extend_s for each in timed) / count * 1e6, 1),
         "commit_us": round(sum(each.commit_s for each in timed) / count * 1e6, 1),
         "release_us": round(sum(each.release_s for each in timed) / count * 1e6, 1),
         "take_encode_us": round(sum(each.take_encode_s for each in timed) / count * 1e6, 1),
@@ -274,22 +424,33 @@ def _kind(micros: list[float]) -> Row:
     }
 
 
-def against(ours: list[str], peer: str, pairs: int) -> Row:
-    """Run two commands in turn, each time in a fresh process; both print rows of `run`'s kind.
+def against(ours: list[str], peer: str | None, pairs: int, full: list[str] | None = None) -> Row:
+    """Run commands in turn, each time in a fresh process; all print rows of `run`'s kind. `full`: of full KV alone.
 
     A peer's row needs `total_us`, `p50_us`, `p99_us` and `hit_rate`; where it has `cpu_us` (its thread's CPU time over
-    the timed parts) that is compared too. Ratios are the peer's over ours. BenchError if a row is of another size of
-    work: requests, page size and events must agree.
+    the timed parts) that is compared too. `ratios` are the peer's over ours, `full_ratios` ours over those of full KV.
+    ConfigError if a row is of another size of work: what both say of it must agree.
     """
-    own_rows, peer_rows = in_turn(lambda: run_json(ours), lambda: run_json(peer), pairs)
-    for row in peer_rows:
-        for field in ("requests", "page_size", "events"):
-            if field in row and row[field] != own_rows[0][field]:
-                raise ConfigError(f"the peer ran with {field} = {row[field]}, we with {own_rows[0][field]}")
-    return {
+    commands: dict[str, str | list[str]] = {"ours": ours}
+    if full is not None:
+        commands["full"] = full
+    if peer is not None:
+        commands["peer"] = peer
+    rows: dict[str, list[Row]] = {name: [] for name in commands}
+    for _ in range(pairs):
+        for name, command in commands.items():
+            row = run_json(command)
+            rows[name].append(row)
+            for field in SAME_WORK + (SAME_KIND if name == "peer" else ()):
+                if field in row and row[field] != rows["ours"][0].get(field, row[field]):
+                    raise ConfigError(f"the {name} ran with {field} = {row[field]}, we with {rows['ours'][0][field]}")
+    result: Row = {
         "pairs": pairs,
-        "ours": own_rows,
-        "peer": peer_rows,
-        "hit_rate": {"ours": own_rows[0]["hit_rate"], "peer": peer_rows[0].get("hit_rate")},
-        "ratios": compare(own_rows, peer_rows, COMPARED),
+        **rows,
+        "hit_rate": {name: each[0].get("hit_rate") for name, each in rows.items()},
     }
+    if full is not None:
+        result["full_ratios"] = compare(rows["full"], rows["ours"], COMPARED)
+    if peer is not None:
+        result["ratios"] = compare(rows["ours"], rows["peer"], COMPARED)
+    return result
