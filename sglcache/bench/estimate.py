@@ -18,7 +18,7 @@ from sglcache.bench import index as bench_index
 from sglcache.bench import trace as traces
 from sglcache.bench.harness import Row, Summary
 from sglcache.bench.hybrid import KINDS
-from sglcache.bench.index import Driver, Lap, in_parts
+from sglcache.bench.index import Driver, in_parts
 from sglcache.client.hashes import named
 from sglcache.client.picture import Picture
 from sglcache.core.effects import Publish
@@ -73,7 +73,7 @@ def _measure(options: bench_index.Options) -> Row:
         known = of_all.longest_match(tokens, block_hashes=hashes).get(0, of_all.no_match)
         by_full.append(of_full.longest_match(tokens, block_hashes=hashes).get(0, of_full.no_match).tokens)
         by_all.append(known.reusable or 0)
-        grant, *_ = in_parts(driver, tokens, work, Lap(driver))
+        grant, *_ = in_parts(driver, tokens, work)
         found.append(grant.matched_tokens)
         num_tokens += len(request.tokens) // options.page_size * options.page_size
         driver.release(grant.lease)

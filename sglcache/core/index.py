@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglcache.core import hashing
@@ -163,7 +163,7 @@ class _Waiting:
     growths: Sequence[_Growth | SglcacheError] = ()  # an extend's: what will be, and what was refused already
     total: int = 0  # an acquire's: pages of its table
     spare: Sequence[int] = ()
-    more: list[int] = field(default_factory=list)  # slots of each companion, as `num_fresh`
+    more: Sequence[int] = ()  # slots of each companion, as `num_fresh`
 
 
 # What a page that leaves a tier is counted as: to make room, and the other tier does not have it; to make room, and the
@@ -462,15 +462,15 @@ class Index:
         total = -(-have // page_bytes)
         num_fresh = total - device_bytes // page_bytes
         crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
-        needs: list[Need] = []
-        more: list[int] = []
+        needs: Sequence[Need] = ()
+        more: Sequence[int] = ()
         if companions is not None:
             needs = companions.needs(path, partial, at, device_bytes // page_bytes, total, spare)
             more = [need.num_slots for need in needs]
             crowded = crowded or companions.crowded(more) or (any(more) and bool(self._waiting))
         if crowded:
             self._refuse(num_fresh, path, partial, at)
-            for i, need in enumerate(needs):
+            for i, need in enumerate(needs) if needs else ():
                 self._refuse_slots(i, need.num_slots, need.pinned, path if partial is None else [*path, partial])
         head = None
         if partial is not None:
@@ -1266,6 +1266,8 @@ class Index:
         parts: tuple[Part, ...] = ()
         if self.companions is not None:
             shares, parts = self.companions.grant(lease, on_device, on_host, total, spare)
+        elif not on_host:
+            return Grant(lease.id, device_tokens, 0, table, None)
         if not on_host and not parts:
             return Grant(lease.id, device_tokens, 0, table, None, shares, lease.reaches)
         source = b"".join([node.cells[HOST] for node in on_host])
@@ -1485,12 +1487,15 @@ class Index:
     def _commit(self, lease: Lease, op: Operation) -> Committed:
         s = lease.session
         self.counters["commits"] += 1
-        companions, before = self.companions, lease.committed
-        if companions is not None and op.floor:
-            companions.give_up(lease, op.floor)
-        duplicates = self._adopt(lease, op.num_pages)
+        companions = self.companions
         news = 0  # pages, the last ones, of which companions have come
-        if companions is not None:
+        if companions is None:
+            duplicates = self._adopt(lease, op.num_pages)
+        else:
+            before = lease.committed
+            if op.floor:
+                companions.give_up(lease, op.floor)
+            duplicates = self._adopt(lease, op.num_pages)
             news = companions.adopt(lease, before, s.num_replies + 1)
             news = max(news, companions.put_ends(lease, op.ends))
             companions.slide(lease)
@@ -1511,7 +1516,9 @@ class Index:
             if number == 0:  # found by a load-back; this is the first answer that can say so
                 lease.duplicates[i] = (reply, slots)
                 lost += len(slots)
-        if lease.duplicates or (companions is not None and companions.number_duplicates(lease, reply)):
+        if lease.duplicates:
+            s.with_duplicates[lease.id] = lease
+        if companions is not None and companions.number_duplicates(lease, reply):
             s.with_duplicates[lease.id] = lease
         first = lease.reported
         lease.reported = lease.committed
@@ -1690,14 +1697,15 @@ class Index:
     def change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
         """The node's pages are in this tier from now on, or are no longer. The one place that says so."""
         self.version += 1
-        self.tell(c, node, present, session_id)
+        if self.telling:
+            self.tell(c, node, present, session_id)
 
     def tell(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
         """Have routers know that a cell is there from now on, or no longer; of a companion's if it has a group."""
         log = self.log
         if log is None or not self.telling:
             return
-        resource, tier = divmod(c, self.T)
+        resource, tier = (0, c) if c < self.T else divmod(c, self.T)
         if node.space.extras is None:
             if not resource:
                 self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes
@@ -1727,10 +1735,12 @@ class Index:
                     assert copying, f"nothing to evict: {pool}, {num_pages} wanted"
                     return False
             elif not (copying and node.cells[HOST] is None and backups.demote(node)):
+                if companions is None:
+                    self.drop(c, node)
+                    continue
                 parent = node.parent
                 self.drop(c, node)
-                if companions is not None:
-                    companions.dropped(node, parent)
+                companions.dropped(node, parent)
         return pool.free >= num_pages
 
     def drop(self, c: int, node: Node, cleared: bool = False) -> None:

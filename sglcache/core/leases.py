@@ -139,6 +139,10 @@ class Operation:
 
     __slots__ = ("ends", "floor", "lease", "num_pages", "release", "request", "seen", "ticket")
 
+    # Of a commit where there are companions, and not set elsewhere:
+    ends: Sequence[tuple[int, int, bytes]]  # (companion, pages, the slot with the state of that end)
+    floor: int  # pages of companions before it are not given to the tree
+
     def __init__(
         self, request: int, lease: Lease | None, ticket: int, seen: int, num_pages: int, *, release: bool
     ) -> None:
@@ -148,8 +152,6 @@ class Operation:
         self.seen = seen
         self.num_pages = num_pages
         self.release = release
-        self.ends: Sequence[tuple[int, int, bytes]] = ()  # with a commit: (companion, pages, the slot of that end)
-        self.floor = 0  # pages of companions before it are not given to the tree
 
 
 class Session:

@@ -197,6 +197,7 @@ class Tree:
         self.C = len(pools)
         self.T = len(policies)  # tiers: cells 0..T-1 are Full's
         self.by_end = [resource.by_end for resource in resources]
+        self.ends = [c for c, by_end in enumerate(self.by_end) if by_end]  # cells
         self.facts = Facts(policies, self.C, hits)
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
@@ -205,6 +206,7 @@ class Tree:
         self.orders = eviction.orders(
             policies, pools, self.facts, lambda: Node(nowhere, None, b"", self.facts.blank.copy())
         )
+        self.runs = [(c, order) for c, order in enumerate(self.orders) if not self.by_end[c]]
         self._ranked = [order for order in self.orders if isinstance(order, Ranked)]
         self.start = self._ring()
 
@@ -328,16 +330,15 @@ class Tree:
         depth = self.facts.depth
         if depth:
             above[depth] -= node.num_bytes // TOKEN_BYTES
-        C = self.C  # noqa: N806
-        for c, order in enumerate(self.orders):
+        for c, order in self.runs:
             run = cells[c]
-            if self.by_end[c]:  # it is of the end, with its lock and what writes it
-                above[c], above[C + c] = None, 0
-                above[2 * C + c] = above[3 * C + c] = None
-                head.writing &= ~(1 << c)
-            elif run is not None:
+            if run is not None:
                 above[c], cells[c] = self.resources[c].split(run, num_pages)
                 order.split(head, node)
+        for c in self.ends:  # it is of the end, with its lock and what writes it
+            above[c], above[self.C + c] = None, 0
+            above[2 * self.C + c] = above[3 * self.C + c] = None
+            head.writing &= ~(1 << c)
         hashes = node.hashes
         if hashes is None:
             pass
@@ -391,10 +392,8 @@ class Tree:
         old_first = top.key[: self.span]
         parent = top.parent
         assert parent is not None
-        for c, order in enumerate(self.orders):
+        for c, order in self.runs:  # of what is by end none above has any
             if cells[c] is not None:
-                if self.by_end[c]:
-                    continue  # none above has one
                 cells[c] = self.resources[c].join([each.cells[c] for each in chain])
                 order.join(top, node)
         if self.over:  # which the next one begins with
@@ -457,11 +456,10 @@ class Tree:
         the same pages of Full, who holds the upper node's holds the lower one's.
         """
         above, below, C = up.cells, low.cells, self.C  # noqa: N806
-        for c, order in enumerate(self.orders):
-            if self.by_end[c]:
-                if above[c] is not None or above[C + c]:
-                    return False
-                continue
+        for c in self.ends:
+            if above[c] is not None or above[C + c]:
+                return False
+        for c, order in self.runs:
             if above[C + c] != below[C + c] or (above[c] is None) is not (below[c] is None):
                 return False
             if above[c] is not None and not (slid and c >= self.T) and not order.alike(up, low):
