@@ -13,7 +13,7 @@ from sglcache.config import Config
 from sglcache.server import metrics
 from sglcache.server.channel import About
 from sglcache.server.child import Child
-from sglcache.server.plan import kv_events
+from sglcache.server.plan import kv_events, told_groups
 from sglcache.wire import control
 
 
@@ -54,6 +54,7 @@ class RankPages:
             "model_name": config.model_name,
             "page_size": config.pool.page_size,
             "bigram": config.pool.bigram,
+            "groups": [each._asdict() for each in told_groups(config)],
             "dp_size": parallel.dp_size,
             "pp_size": parallel.pp_size,
             "hash": config.events.hash,

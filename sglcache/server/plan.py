@@ -10,6 +10,7 @@ from collections import defaultdict
 from os.path import commonprefix
 from pathlib import Path
 from socket import gethostname
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -124,6 +125,25 @@ def kv_events(config: Config, seats: list[Seat]) -> dict[str, object] | None:
     if replay is not None:
         block["replay_endpoint_port_base"] = replay
     return block
+
+
+class ToldGroup(NamedTuple):
+    """What a stream tells of beside full KV, in the words of vLLM's events."""
+
+    group_idx: int
+    kind: str
+    window: int | None  # tokens; None: states
+
+
+def told_groups(config: Config) -> list[ToldGroup]:
+    """In the order of the index's companions; none where `events.groups` does not ask for them."""
+    found: list[ToldGroup] = []
+    if config.events.groups and config.window is not None:
+        latents = config.pool.kv_lora_rank is not None and config.window.num_kv_heads is None
+        found.append(ToldGroup(1, "sliding_window_mla" if latents else "sliding_window", config.window.size))
+    if config.events.groups and config.mamba is not None:
+        found.append(ToldGroup(len(found) + 1, "mamba", None))
+    return found
 
 
 def _base(bound: list[tuple[int, str | None]]) -> int | None:

@@ -433,7 +433,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 first_seq=numbers.first,
                 rank=seat.offset,
                 max_batch_blocks=events.max_blocks,
-                format=format_of(events),
+                format=format_of(config),
                 bigram=config.pool.bigram,
                 eviction=policy_of(config.eviction, config.eviction.device),
                 host_eviction=policy_of(config.eviction, config.eviction.host),

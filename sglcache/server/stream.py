@@ -6,25 +6,27 @@ import logging
 import time
 from collections.abc import Callable
 
-from sglcache.config import Config, EventsConfig
-from sglcache.core.encoding import Format
+from sglcache.config import Config
+from sglcache.core.encoding import Format, Group
 from sglcache.core.index import Index
 from sglcache.core.snapshot import Snapshot
 from sglcache.net import endpoints
 from sglcache.net.curve import Curve
 from sglcache.net.publisher import Publisher
-from sglcache.server.plan import LIVE, REPLAY, Seat
+from sglcache.server.plan import LIVE, REPLAY, Seat, told_groups
 
 logger = logging.getLogger("sglcache.stream")
 
 
-def format_of(events: EventsConfig) -> Format:
+def format_of(config: Config) -> Format:
     """How the index is to tell of blocks."""
+    events = config.events
     return Format(
         encoding=events.encoding,
         extra_key_as=events.extra_key_as,
         hash_salts=events.cache_salt == "hashed",
         withhold_tokens=events.token_ids == "none",
+        groups=tuple(Group(*each, each.window is None) for each in told_groups(config)),
     )
 
 
