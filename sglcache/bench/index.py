@@ -130,6 +130,7 @@ class Driver:
         self._two_tiers = index.config.host_pages > 0
         self.cut()
         self.effects.clear()  # the first batch of a life is not the trace's
+        self.take_s = 0.0
 
     def counted(self) -> None:
         """Add up what the effects so far were, and forget them."""

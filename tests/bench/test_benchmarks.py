@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from sglcache.bench import copy, events, index, match, memory, rpc, stall, start, storage, tiers
+from sglcache.bench import copy, estimate, events, hybrid, index, match, memory, rpc, stall, start, storage, tiers
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 from sglcache.errors import ConfigError, NoSpace
@@ -113,6 +113,92 @@ def test_index_refuses_a_pool_without_a_page(trace: Path) -> None:
         index.run(index.Options(trace, page_size=64, capacity_tokens=63))
     with pytest.raises(ConfigError, match="no request"):
         index.run(index.Options(trace, limit=0))
+
+
+@pytest.mark.parametrize(
+    ("matched", "reach", "end", "chunk", "page", "ends"),
+    [
+        (0, 0, 100, 0, 4, [100]),
+        (0, 0, 100, 32, 4, [32, 64, 96, 100]),
+        (0, 0, 96, 32, 4, [32, 64, 96]),
+        (40, 40, 100, 32, 4, [64, 96, 100]),
+        (64, 64, 100, 32, 4, [96, 100]),
+        (0, 48, 100, 0, 4, [48, 100]),  # a branch is a part's end
+        (16, 50, 100, 32, 4, [32, 48, 64, 96, 100]),
+        (100, 100, 100, 32, 4, [100]),
+        (0, 0, 12, 5, 4, [4, 8, 12]),  # parts are whole pages
+        (0, 0, 8, 1, 4, [4, 8]),
+    ],
+)
+def test_parts_end_at_chunks_branches_and_the_last_page(
+    matched: int, reach: int, end: int, chunk: int, page: int, ends: list[int]
+) -> None:
+    assert hybrid.parts(matched, reach, end, chunk, page) == ends
+
+
+@pytest.mark.parametrize(
+    ("end", "window", "page", "floor"),
+    [(100, 10, 1, 89), (100, 10, 4, 84), (12, 10, 4, 0), (8, 64, 4, 0), (96, 1, 4, 88)],
+)
+def test_a_whole_window_stays_in_front_of_the_last_token(end: int, window: int, page: int, floor: int) -> None:
+    assert hybrid.floor(end, window, page) == floor
+    assert floor == 0 or end - 1 - floor >= window
+
+
+@pytest.mark.parametrize("kind", hybrid.KINDS)
+@pytest.mark.parametrize("chunk_tokens", [0, 256])
+def test_index_serves_every_kind_as_it_serves_full_kv(kind: str, chunk_tokens: int, trace: Path) -> None:
+    """With room for all windows and states: only the last prompt ends where none of a state's is."""
+    options = index.Options(
+        trace, page_size=16, capacity_tokens=1 << 16, kind=kind, chunk_tokens=chunk_tokens, window=64, events=True
+    )
+    row = index.run(options)
+    assert (row["kind"], row["requests"], row["chunk_tokens"]) == (kind, 6, chunk_tokens)
+    last = 1008 if kind in ("full", "swa") else 768 if chunk_tokens else 0
+    assert row["hit_rate"] == round((1024 + 1536 + 1024 + last) / row["tokens"], 4)
+    assert row["full_reach"] == round((1024 + 1536 + 1024 + 1008) / row["tokens"], 4)
+    assert row["blocks"] == (2000 + 1024) // 16  # of full KV, each page is told of once
+    assert (row["window"], row["window_tokens"]) == ((64, 1 << 14) if kind in ("swa", "unified") else (0, 0))
+    assert row["state_slots"] == (256 if kind in ("mamba", "unified") else 0)
+    parts = sum(row[f"{part}_us"] for part in ("acquire", "extend", "commit", "release", "take_encode"))
+    assert 0 < parts <= row["total_us"] + 0.4  # each is rounded
+    assert (row["extend_us"] > 0) is bool(chunk_tokens)
+
+
+def test_a_router_that_knows_full_kv_promises_too_much_and_one_that_knows_groups_does_not(trace: Path) -> None:
+    base = index.Options(trace, page_size=16, capacity_tokens=1 << 16, chunk_tokens=256)
+    row = estimate.run(estimate.Options(base, windows=(64,)))
+    assert [each["kind"] for each in row["kinds"]] == list(hybrid.KINDS)
+    full, swa, *others = row["kinds"]
+    for each in (full, swa):
+        assert each["hit_rate"] == each["estimated"] == each["with_groups"] > 0
+        assert each["wrong_requests"] == 0
+    for each in others:
+        assert each["hit_rate"] == each["with_groups"] < each["estimated"] == full["estimated"]
+        assert (each["wrong_requests"], each["mean_over"]) == (round(1 / 6, 4), 1008 - 768)
+        assert (each["too_few"], each["wrong_with_groups"]) == (0, 0)
+
+
+def test_index_beside_full_kv_alone(trace: Path) -> None:
+    words = [
+        "index",
+        "--trace",
+        str(trace),
+        "--kind",
+        "unified",
+        "--chunk-tokens",
+        "256",
+        "--beside-full",
+        "--pairs",
+        "1",
+    ]
+    done = CliRunner().invoke(bench, [*words, "--page-size", "16", "--json"])
+    assert done.exit_code == 0, done.output
+    row = json.loads(done.output)
+    assert (row["ours"][0]["kind"], row["full"][0]["kind"]) == ("unified", "full")
+    assert row["hit_rate"]["ours"] < row["hit_rate"]["full"]
+    assert row["full_ratios"]["total_us"]["ratio"] > 0
+    assert "ratios" not in row
 
 
 def peer(**fields: object) -> str:
