@@ -31,7 +31,6 @@ from sglcache.wire.control import Extension
 
 T = TypeVar("T")
 
-STRICT = True
 FULL = 0  # the first resource
 DEVICE, HOST = 0, 1  # tiers
 Places = dict[Page, int]  # what is present -> its slot
@@ -612,7 +611,7 @@ class Hybrid:
     def _place(self, r: int, page: Page) -> int | None:
         """Where the device has it, or had it in this turn."""
         c = self.cell(r, DEVICE)
-        return self.before.ready[c].get(page, self.coming[c].get(page))
+        return self.coming[c].get(page, self.before.ready[c].get(page))
 
     def _give(self, lease: Lease, r: int, page: Page, slot: int) -> bool:
         """The tree is given a slot of the lease's own, and keeps it if it has none; whether it did."""
@@ -910,7 +909,8 @@ class Hybrid:
                 for each in growing:
                     if each.lease.extending is None:
                         each.lease.extending = waits
-                        waits.promised.append(each)
+                    if each.lease.extending is waits:
+                        waits.promised.append(each)  # of two for one lease either may be the one that waits
                 self.waiting.append(waits)
                 self.note("waits")
                 return
@@ -1127,6 +1127,8 @@ class Hybrid:
         lease.load = None
         if not copy.ok:
             lease.broken = True
+            for filled, slots in zip(lease.filled, lease.loading, strict=True):
+                filled.difference_update(slots)
         elif not lease.runner.ended:
             for r, slots in enumerate(lease.loading):
                 for i, slot in slots.items():
@@ -1264,7 +1266,8 @@ class Hybrid:
             before, after = self.before.ready[c], self.seen.ready[c]
             thinned = r in self.by_end and self.config.companions[r - 1].resource.max_per_path
             for page, slot in after.items():
-                if page in before and not (thinned and page in self.coming[c]):
+                again = (thinned or self.ended_something) and page in self.coming[c]  # it went, and came again
+                if page in before and not again:
                     assert slot == before[page], f"cell {c}: {page} moved from slot {before[page]} to {slot}"
                 else:
                     want = self.coming[c].get(page)
@@ -1371,11 +1374,7 @@ class Hybrid:
                     alone = node.present[r * tiers + t] and not node.present[t]
                     assert not alone, f"{node.pages}: {self.kinds[r].name} in tier {t} without Full"
             if node.is_leaf and not any(node.locks) and not node.writing:
-                useful = (
-                    self.oracle.is_useful(self.seen, node)
-                    if STRICT
-                    else all(any(node.present[r * tiers + t] for t in range(tiers)) for r in self.companions)
-                )
+                useful = self.oracle.is_useful(self.seen, node)
                 assert useful, f"{node} is a leaf, and no match can end in it"
 
     def _check_waiting(self) -> None:
