@@ -282,7 +282,7 @@ class Waits:
     request: int
     lease: Lease | None = None
     items: list[Growing] = field(default_factory=list)
-    promised: list[Growing] = field(default_factory=list)  # of these, those that room is kept for
+    promised: list[Growing] = field(default_factory=list)  # of these, those that room may be kept for
 
 
 class Moved(NamedTuple):
@@ -909,8 +909,7 @@ class Hybrid:
                 for each in growing:
                     if each.lease.extending is None:
                         each.lease.extending = waits
-                    if each.lease.extending is waits:
-                        waits.promised.append(each)  # of two for one lease either may be the one that waits
+                waits.promised = list(growing)  # some of which may be refused already: it is told with the rest
                 self.waiting.append(waits)
                 self.note("waits")
                 return
