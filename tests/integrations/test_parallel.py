@@ -18,7 +18,7 @@ import tiny
 import torch
 
 from sglcache.errors import ConfigError, SglcacheError
-from sglcache.integrations.transformers import Request, Runner, pool_settings
+from sglcache.integrations.transformers import Request, Runner, settings
 from sglcache.integrations.transformers.parallel import ShardedModel, shard_model
 from sglcache.testing.daemon import Daemon, until
 
@@ -26,17 +26,19 @@ BOUND = 5e-5  # the shards' parts are added up in another order
 NUM_NEW = 6
 
 
-@pytest.fixture(params=["qwen2", "deepseek_v2"])
+@pytest.fixture(params=["qwen2", "deepseek_v2", "gemma3"])
 def family(request: pytest.FixtureRequest) -> str:
-    """Biases; latents and experts."""
+    """Biases; latents and experts; windows."""
     return str(request.param)
 
 
 @pytest.fixture
 def daemon(family: str, tmp_path: Path) -> Iterator[Daemon]:
-    config = tiny.FAMILIES[family]().config
-    pool = pool_settings(config, page_size=16, num_tokens=384, dtype="float32", num_shards=2)
-    with Daemon(tmp_path, pool=pool, host={"num_tokens": 1024}, events={"enabled": False}) as daemon:
+    config = tiny.build(family).config
+    sections = settings(config, page_size=16, num_tokens=384, dtype="float32", num_shards=2)
+    if "window" in sections:
+        sections["window"]["num_tokens"] = 384
+    with Daemon(tmp_path, host={"num_tokens": 1024}, events={"enabled": False}, **sections) as daemon:
         yield daemon
 
 
