@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from sglcache.client import Client
+from sglcache.client import Client, Lease
 from sglcache.errors import BadRequest, ClosedError
 from sglcache.testing.daemon import Daemon, until
 
@@ -144,6 +145,94 @@ pools.Pool.populate = held
         while memory()[0] < slots + pages:
             with contextlib.suppress(OSError):  # nobody is at the gate
                 os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "a window": {"window": WINDOW},
+    "states": {"mamba": MAMBA},
+    "both": {"window": WINDOW, "mamba": MAMBA},
+    "a window alone": {"pool": {"num_layers": 0}, "window": {**WINDOW, "num_kv_heads": 2}},
+    "latents and both": {
+        "pool": {"kv_lora_rank": 12, "qk_rope_head_dim": 4},
+        "window": {**WINDOW, "num_tokens": P * 40},
+        "mamba": MAMBA,
+    },
+}
+
+
+def arrays(client: Client, lease: Lease, first: int) -> Iterator[tuple[str, np.ndarray, list[int]]]:
+    """What the lease has of its first 8 pages, from page `first` on: (what, [slots, bytes...] of a pool, the slots)."""
+    for views in client.pools:
+        for layer, planes in enumerate(views.layers):
+            for plane, array in enumerate(planes):
+                part = views.shard // client.geometry.num_replicas  # what shards have alike is written alike
+                yield f"full {part} {layer} {plane}", array, lease.slots[first:8].tolist()
+    if lease.window is not None:
+        assert client.window is not None
+        for views in client.window.pools:
+            for layer, planes in enumerate(views.layers):
+                for plane, array in enumerate(planes):
+                    here = lease.window.table[max(first, 8 - client.window.num_pages) : 8].tolist()
+                    yield f"window {views.shard} {layer} {plane}", array, here
+
+
+def states_of(client: Client) -> Iterator[tuple[str, np.ndarray]]:
+    for views in client.mamba.pools if client.mamba is not None else ():
+        for layer, planes in enumerate(views.layers):
+            for number, array in enumerate(planes):
+                yield f"mamba {views.shard} {layer} {number}", array
+
+
+def drawn(what: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Bytes that no other array has."""
+    return np.random.default_rng(list(what.encode())).integers(0, 256, shape, np.uint8)
+
+
+@pytest.mark.parametrize("layouts", [("page_first", "page_first"), ("layer_first", "page_first")], ids="-".join)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_runner_wrote_comes_back_from_the_host_whole_in_every_resource(
+    kind: str, layouts: tuple[str, str], tmp_path: Path
+) -> None:
+    """Also once the device has none of it: then a load brings it all, and the first layer's event is for all of it."""
+    sections = {**KINDS[kind], "host": {"num_tokens": P * 512, "layout": layouts[1]}}
+    sections["pool"] = {"num_shards": 2, "layout": layouts[0], **sections.get("pool", {})}
+    with Daemon(tmp_path, **sections) as daemon, daemon.client() as client:
+        prompt = range(8 * P)
+        states = 1 if client.mamba is not None else 0
+        lease = client.acquire(prompt, states=states)
+        for what, array, slots in arrays(client, lease, 0):
+            array[slots] = drawn(what, array[slots].shape)
+        for what, array in states_of(client):
+            assert lease.mamba is not None
+            array[lease.mamba.slots[0]] = drawn(what, array[0].shape)
+        lease.commit(states=[(8 * P, int(lease.mamba.slots[0]))] if lease.mamba is not None else ())
+        lease.release(wait=True)
+        copied = daemon.settle()["copies"]
+        assert [(lane["name"], lane["pages"] > 0) for lane in copied] == [("backup", True), ("load", False)]
+        client.clear("DEVICE")
+        for each in [client.pools, *(it.pools for it in (client.window, client.mamba) if it is not None)]:
+            for views in each:
+                for planes in views.layers:
+                    for array in planes:
+                        array[:] = 0xEE
+        lease = client.acquire([*prompt, 1, 2, 3], states=states)
+        assert (lease.matched_tokens, lease.host_tokens, lease.reaches[0]) == (8 * P, 8 * P, 8 * P)
+        assert lease.load is not None
+        client.wait_loaded(lease.load, 0)
+        for what, array in states_of(client):
+            assert lease.mamba is not None
+            assert lease.mamba.source is not None
+            assert (array[lease.mamba.source] == drawn(what, array[0].shape)).all(), what
+        for what, array, slots in arrays(client, lease, 0):
+            if what.startswith("window"):
+                assert (array[slots] == drawn(what, array[slots].shape)).all(), what
+        lease.wait_loaded()
+        for what, array, slots in arrays(client, lease, 0):
+            assert (array[slots] == drawn(what, array[slots].shape)).all(), what
+        lease.release(wait=True)
+        status = daemon.settle()
+        assert status["copies"][1]["pages"] == 8
+        assert status["violations"] == []
 
 
 def test_layers_of_a_window_alone_have_pages_that_are_names_and_runners_go_on_as_ever(tmp_path: Path) -> None:
