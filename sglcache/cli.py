@@ -219,7 +219,7 @@ def _first_screen(info: dict[str, Any], start_s: float) -> str:
     http = "off" if info["http"] is None else f"{info['http']}/health /server_info /metrics"
     if len(ranks) == 1:
         rank = ranks[0]
-        stream, sizes = rank["stream"], _sizes(rank["geometry"])
+        stream, (sizes, *others) = rank["stream"], _sizes(rank)
         lines = [
             ("control", rank["socket"]),
             ("events", "off" if stream is None else f"{stream['endpoint']} (numbers from {rank['epoch']})"),
@@ -228,17 +228,22 @@ def _first_screen(info: dict[str, Any], start_s: float) -> str:
             ("device", sizes["device"]),
             ("host", sizes.get("host", "off")),
         ]
+        for companion, its in zip(rank["companions"], others, strict=True):
+            labels = [companion["kind"], *[""] * len(its)]
+            lines += [(label, f"{tier} {size}") for label, (tier, size) in zip(labels, its.items(), strict=False)]
         if (third := rank["third"]) is not None:
             lines.append(("third", f"{third['kind']}, told of as {third['medium'] or 'nothing'}"))
     else:
         lines = [("http", http)]
         for rank in ranks:
-            stream, sizes = rank["stream"], _sizes(rank["geometry"])
+            stream, (sizes, *others) = rank["stream"], _sizes(rank)
             lines += [
                 (f"rank {rank['rank']}", f"dp {rank['dp_rank']}, pp {rank['pp_rank']}: {rank['socket']}"),
                 ("", "events off" if stream is None else f"{stream['endpoint']}, replay {stream['replay_endpoint']}"),
                 *(("", f"{tier} {size}") for tier, size in sizes.items()),
             ]
+            for companion, its in zip(rank["companions"], others, strict=True):
+                lines += [("", f"{companion['kind']} {tier} {size}") for tier, size in its.items()]
     told = "\n".join(f"  {label:<8} {text}" for label, text in lines)
     tries = "\n".join(f"  {command}" for command in _things_to_try(ranks[0]))
     return (
@@ -247,21 +252,24 @@ def _first_screen(info: dict[str, Any], start_s: float) -> str:
     )
 
 
-def _sizes(geometry: dict[str, Any]) -> dict[str, str]:
-    """How big the pools of each tier are that there is."""
+def _sizes(rank: dict[str, Any]) -> list[dict[str, str]]:
+    """How big the pools of each tier are that there is: of full KV, then of each companion."""
     from sglcache.memory.geometry import Geometry
 
-    form = Geometry(**geometry)
-    page_bytes = form.page_bytes
-    return {
-        tier: f"{pages:,} pages of {geometry['page_size']} tokens: {pages * geometry['page_size']:,} tokens, "
-        f"{_bytes(pages * page_bytes * pools)}, taken as it is written"
-        for tier, pages, pools in (
-            ("device", form.num_pages, form.num_shards),
-            ("host", form.host_pages, form.num_parts),
-        )
-        if pages
-    }
+    form = Geometry(**rank["geometry"])
+    full = {"geometry": rank["geometry"], "page_bytes": form.page_bytes, "num_parts": form.num_parts}
+    found = []
+    for each in (full, *rank["companions"]):
+        geometry, tiers = each["geometry"], {}
+        places = (("device", "num_pages", geometry["num_shards"]), ("host", "host_pages", each["num_parts"]))
+        for tier, key, num_pools in places:
+            if pages := geometry[key]:
+                count = f"{pages:,} slots: "
+                if page_size := geometry.get("page_size"):
+                    count = f"{pages:,} pages of {page_size} tokens: {pages * page_size:,} tokens, "
+                tiers[tier] = f"{count}{_bytes(pages * each['page_bytes'] * num_pools)}, taken as it is written"
+        found.append(tiers)
+    return found
 
 
 def _things_to_try(rank: dict[str, Any]) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglcache import cli
 from sglcache.client import Client, Lease
 from sglcache.errors import BadRequest, ClosedError
 from sglcache.testing.daemon import Daemon, until
@@ -117,6 +120,34 @@ def test_the_memory_of_all_resources_is_told(daemon: Daemon) -> None:
     assert told["mamba"]["geometry"]["states"][1] == {"name": "ssm", "shape": [4, 2, 8], "dtype": "float32"}
     assert (told["mamba"]["geometry"]["host_pages"], told["mamba"]["interval"]) == (30, 32)
     assert daemon.info["companions"] == facts["companions"]
+
+
+def test_the_first_screen_tells_the_size_of_each_resource(daemon: Daemon) -> None:
+    lines = cli._first_screen(daemon.info, 0.1).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("  device "))
+    assert [line.strip() for line in lines[first : first + 6]] == [
+        "device   256 pages of 4 tokens: 1,024 tokens, 128 KiB, taken as it is written",
+        "host     512 pages of 4 tokens: 2,048 tokens, 256 KiB, taken as it is written",
+        "window   device 64 pages of 4 tokens: 256 tokens, 384 KiB, taken as it is written",
+        "host 128 pages of 4 tokens: 512 tokens, 768 KiB, taken as it is written",
+        "mamba    device 20 slots: 31.25 KiB, taken as it is written",
+        "host 30 slots: 46.88 KiB, taken as it is written",
+    ]
+
+
+def test_a_status_of_several_ranks_tells_of_full_pages_what_is_cached(tmp_path: Path) -> None:
+    """A row of each rank has room for one number a tier."""
+    with Daemon(tmp_path, dp_size=2, mamba=MAMBA) as daemon:
+        with daemon.client() as client, client.acquire(range(P * 64), states=1) as lease:
+            assert lease.mamba is not None
+            lease.commit(states=[(P * 64, int(lease.mamba.slots[0]))])
+        daemon.settle()
+        command = [sys.executable, "-m", "sglcache", "status", "--socket", str(daemon.socket)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        row = next(line.split() for line in said.splitlines() if line.split()[:3] == ["0", "0", "0"])
+        assert "25 % 12 %" in " ".join(row), said  # of 256 pages, and of 512
+        screen = cli._first_screen(daemon.info, 0.1)
+        assert screen.count("mamba device 20 slots") == screen.count("mamba host 30 slots") == 2
 
 
 def test_a_populated_host_has_the_companions_memory_before_any_page_of_the_first(tmp_path: Path) -> None:
