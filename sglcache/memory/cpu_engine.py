@@ -185,20 +185,22 @@ class _Threads:
             order = np.argsort(src, kind="stable")  # so that a cut between pieces breaks one run at most
             slots.append((src[order], dst[order]))
         parts: dict[tuple[int, int], list[Part]] = {}
-        pieces = []
+        pieces, left = [], []
         for number, (run, first, stop) in enumerate(flight.steps):
             src, dst = slots[run]
             num_bytes = len(src) * sum(flight.runs[run].way.layer_bytes[first:stop])
             count = max(-(-num_bytes // PIECE_BYTES), min(self._num_threads, num_bytes // SPLIT_BYTES), 1)
             count = min(count, len(src)) if num_bytes else 0
-            flight.left[number] = count
+            left.append(count)
             if (run, count) not in parts:
                 ends = [each * len(src) // count for each in range(count + 1)] if count else [0]
                 parts[run, count] = [Part(src[here:end], dst[here:end]) for here, end in itertools.pairwise(ends)]
             pieces += [_Piece(flight, number, part) for part in parts[run, count]]
-        if not pieces:
+        if pieces:
+            flight.left = left
+            self._pieces.extend(pieces)
+        else:  # and until that is told something is left: whatever ends now, this is not told of as over
             self.lane.over(flight, None)
-        self._pieces.extend(pieces)
 
 
 def move(way: Way, layers: tuple[int, int], part: Part, staging: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -340,6 +341,38 @@ def test_what_goes_with_a_load_is_there_before_its_first_layer_is_told(
         assert answers.get(timeout=10) == (TWO, True, None)
         assert told.get_nowait() == (LoadPlace(0, 2), 0, 3)
         assert engine.close()
+
+
+def test_a_load_of_nothing_is_told_before_its_end_whatever_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, geometry: Geometry
+) -> None:
+    """Else its load slot would be another's by the time that it is written."""
+    gate, over = Gate(monkeypatch), engines.Lane.over
+    events: list[tuple[str, int]] = []
+
+    def slow(lane: engines.Lane, flight: engines.Flight, step: int | None, error: Exception | None = None) -> None:
+        if step is None:  # the load of nothing was cut: now the copy before it ends, on the other thread
+            gate.open["load"].release()
+            until(lambda: ("done", 1) in events)
+        over(lane, flight, step, error)
+
+    monkeypatch.setattr(engines.Lane, "over", slow)
+    with closing(Resource(replace(geometry, num_layers=0), "full", 1)) as full:
+        state = StateGeometry(4, 2, (StateForm("ssm", (2, 3), "float32"),), num_shards=2, host_pages=3)
+        with closing(Resource(state, "mamba", 2)) as mamba:
+            ways = [way for it in (full, mamba) for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)]
+            engine = CpuEngine(
+                ways,
+                lambda ticket, ok, error: events.append(("done", ticket)),
+                lambda place, first, stop: events.append(("loaded", place.generation)),
+                num_threads=2,
+            )
+            engine.submit(load(1, (0,), (0,), LoadPlace(0, 1))._replace(more=[("mamba", packed(0), packed(1))]))
+            until(lambda: gate.waiting == 1)
+            engine.submit(load(2, (1,), (1,), LoadPlace(1, 2)))
+            until(lambda: ("done", 2) in events)
+            assert events == [("loaded", 1), ("done", 1), ("loaded", 2), ("done", 2)]
+            assert engine.close()
 
 
 def test_a_part_that_fails_fails_the_copy_and_no_layer_is_told(geometry: Geometry) -> None:
