@@ -2,8 +2,8 @@
 
 Laws: an unknown key is an error, by its dotted path and with the nearest known one; a wrong value is an error that
 names the path, the value, where it came from and what to write instead; nothing is read from the environment. Every
-field has a default, so a daemon needs no file, and a description (a test holds both). Units are in the names;
-of sizes in bytes, in the values.
+field has a default, so a daemon needs no file, and a description (a test holds both); but for a section that is not
+there by default, which has fields that must be written. Units are in the names; of sizes in bytes, in the values.
 
 This file is apart from `server/` because the core's and the pools' shapes are decided here, before anything is built.
 """
@@ -279,7 +279,7 @@ class HostConfig(Section):
     size: Size | None = Field(
         default=None,
         description='Bytes of all shards together instead, such as "256 GiB", rounded down to whole pages; "0 B": no '
-        "host tier.",
+        "host tier. They are for [pool]'s pages; what [window] and [mamba] have there comes on top.",
     )
     layout: Layout = Field(default="page_first", description="As pool.layout, of the host's pages; each may be either.")
     populate: bool = Field(
