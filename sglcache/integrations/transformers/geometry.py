@@ -15,7 +15,7 @@ from sglcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglcache.client import Client, Worker
-    from sglcache.memory.geometry import Geometry
+    from sglcache.client.client import WindowPool
 
 KEPT = {
     "full_attention": ("full",),
@@ -142,11 +142,11 @@ def check_geometry(config: Any, dtype: str, member: Client | Worker) -> None:
     pool = wanted["pool"]
     row = {name: pool[name] for name in pool if name not in ("page_size", "num_tokens", "num_layers", "num_shards")}
     want = {"pool.num_layers": pool["num_layers"], **(_under("pool", row) if pool["num_layers"] else {})}
-    have = _tokens_of("pool", member.geometry)
+    have = _tokens_of("pool", member)
     if "window" in wanted:
         want |= _under("window", {**row, **wanted["window"]})
     if member.window is not None:
-        have |= {"window.size": member.window.tokens, **_tokens_of("window", member.window.geometry)}
+        have |= {"window.size": member.window.tokens, **_tokens_of("window", member.window)}
     if "mamba" in wanted:
         want |= {f"mamba.{name}": wanted["mamba"][name] for name in ("num_layers", "states")}
     if member.mamba is not None:
@@ -166,8 +166,9 @@ def _under(section: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{section}.{name}": value for name, value in found.items()}
 
 
-def _tokens_of(section: str, geometry: Geometry) -> dict[str, Any]:
-    """What a daemon's pages of one kind are, as a configuration says it: no more than how many, if there are none."""
+def _tokens_of(section: str, pool: Client | Worker | WindowPool) -> dict[str, Any]:
+    """What a daemon's pages of one kind are, as a configuration says it: of no layers nothing else."""
+    geometry = pool.geometry
     found: dict[str, Any] = {"num_layers": geometry.num_layers}
     if geometry.num_layers:
         found["dtype"] = geometry.dtype

@@ -173,8 +173,12 @@ def check_continues(module: Any, layers: StateLayers, width: int, dtype: torch.d
         rows = torch.arange(6, device=plane.device).view(2, 3)
         states = StateBatch(StateLayers(planes, (layer,)), rows, [StatePart(slot, ()) for slot in (0, 1)], lambda: None)
         hidden = torch.linspace(-1, 1, 3 * width, dtype=dtype, device=plane.device).view(1, 3, width).expand(2, -1, -1)
-        one, other = module(hidden_states=hidden, cache=states)
-        if torch.equal(one, other):
+        out = module(hidden_states=hidden, cache=states)
+        if not isinstance(out, Tensor):
+            raise ConfigError(
+                f"{type(module).__name__} has more to say than what comes out of it; that is not done here"
+            )
+        if torch.equal(out[0], out[1]):
             raise ConfigError(
                 f"{type(module).__name__} forgets its {name} state where several tokens follow; a prompt can't go on "
                 f"where the cache ends"
@@ -271,7 +275,8 @@ class PagedStep:
             for plane, parts_of in enumerate(index):
                 parts_of.append(layers.index(table, seen, plane))
             mask = None
-            if count > 1 and (low or part.start or (window is not None and count > window)):
+            # None where transformers has none: with a mask that hides nothing torch may do another arithmetic.
+            if (count > 1 and part.start) or (window is not None and length - low >= window):
                 at, before = self._tensor(new)[:, None], torch.arange(low, length, device=layers.device)
                 mask = before <= at
                 if window is not None:
@@ -374,7 +379,7 @@ class PagedBatch:
         self,
         pools: Sequence[PagedLayers],
         parts: Sequence[Part],
-        wait: Callable[[tuple[int, int], int | None], object],
+        wait: Callable[[tuple[int, int], int], object],
         states: StateLayers | None = None,
     ) -> None:
         """`pools`: those of full attention, if any, before those of windows. `wait`: for a layer of the first."""
@@ -473,11 +478,10 @@ class PagedBatch:
             group.keep()
 
     def _wait_first(self) -> None:
-        """Until what windows and states have of a load is there: with the first layer of full attention, if any."""
+        """Until what windows and states have of a load is there: with the first layer, which there is even of none."""
         if not self._waited:
-            first = None if self._steps[0].layers.window is not None else 0
             for load in self._loads:
-                self._wait(load, first)
+                self._wait(load, 0)
             self._waited = True
 
 
