@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sglcache import config
 from sglcache.errors import ConfigError
-from sglcache.integrations.transformers import load_config, load_model, load_tokenizer, pool_settings
+from sglcache.integrations.transformers import load_config, load_model, load_tokenizer, pool_settings, settings
 from sglcache.integrations.transformers.__main__ import main
 from sglcache.testing.daemon import Daemon
 
@@ -121,6 +121,20 @@ def test_the_printed_configuration_is_the_folder_s(folder: Path, run: Run) -> No
     want = pool_settings(load_config(folder), page_size=4, dtype="bfloat16", num_shards=2)
     assert (done.code, tomllib.loads(done.out)) == (0, {"pool": want})
     assert pool_settings(load_config(folder))["dtype"] == "float32", "as the weights are saved"
+
+
+def test_what_is_printed_for_a_model_of_windows_and_states_is_what_serves_it(run: Run, tmp_path: Path) -> None:
+    tiny.build("lara_mini").save_pretrained(tmp_path / "model")
+    done = run("--model", tmp_path / "model", "--print-config", "--num-tokens", 1024)
+    sections = tomllib.loads(done.out)
+    assert (done.code, sections) == (0, settings(load_config(tmp_path / "model"), num_tokens=1024))
+    with Daemon(tmp_path / "daemon", events={"enabled": False}, **sections) as daemon:
+        on_it = ("--model", tmp_path / "model", "--socket", daemon.socket, "--max-new-tokens", NUM_NEW)
+        prompt = tiny.prompt(60)
+        said = [json.loads(run(*on_it, "--json", "--ids", ",".join(map(str, prompt))).out) for _ in range(2)]
+    assert [each["matched_tokens"] for each in said] == [0, 48]
+    words = own_words(tmp_path / "model", prompt)
+    assert [each["output"] for each in said] == [words, words]
 
 
 def test_a_configuration_that_can_not_be_served_is_not_printed(folder: Path, run: Run) -> None:

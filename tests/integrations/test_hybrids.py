@@ -6,6 +6,7 @@ A match ends where all kinds of layers agree, so what is hit is the law of these
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ import tiny
 import torch
 from judges import NUM_NEW, judge, logits, say
 
-from sglcache.integrations.transformers import PagedModel, Runner, settings
+from sglcache import config
+from sglcache.errors import ConfigError, TransferError
+from sglcache.integrations.transformers import PagedModel, Part, Runner, pool_settings, settings
+from sglcache.memory.geometry import StateGeometry
 from sglcache.testing.daemon import Daemon
+from sglcache.wire.control import StateForm
 
 PAGE = 16
 INTERVAL = 32
+WHOLE = 40  # tokens: more than a window
 LOADED = ("load_pages", "window_load_slots", "mamba_load_slots")
 CHUNK = 48  # tokens: no multiple of the interval
 Serve = Callable[..., Daemon]
@@ -58,6 +64,10 @@ def runner_of(family: str, client: Any, dtype: torch.dtype = torch.float32, **se
     return Runner(client, PagedModel(tiny.build(family).to(dtype), client), step_tokens=CHUNK, **settings)
 
 
+def has_states(family: str) -> bool:
+    return family not in tiny.WINDOWS
+
+
 def at_rest(daemon: Daemon) -> dict[str, Any]:
     status = daemon.settle()
     assert status["violations"] == []
@@ -79,11 +89,13 @@ def test_it_says_the_same_words_cold_warm_branching_loaded_back_and_evicted(
         judge(model, cold)
         warm = say(runner, first)
         assert (cold.matched_tokens, warm.matched_tokens, warm.host_tokens) == (0, 96, 0)
-        judge(model, warm)
+        assert torch.equal(logits(warm), logits(cold)), "it begins where a chunk began"
+        chunks = pairwise([0, 32, 64, 96, 100] if has_states(family) else [0, 48, 96, 100])
+        assert torch.equal(logits(cold), tiny.with_own_cache(model, cold.tokens.tolist(), 100, list(chunks)))
 
         branches = [say(runner, other) for other in others]
         # The first that branches off finds no state but that of the interval, and leaves one where it did.
-        assert [each.matched_tokens for each in branches] == [64 if family_has_states(family) else 80, 80]
+        assert [each.matched_tokens for each in branches] == [64 if has_states(family) else 80, 80]
         for each in branches:
             judge(model, each)
 
@@ -105,10 +117,6 @@ def test_it_says_the_same_words_cold_warm_branching_loaded_back_and_evicted(
     at_rest(daemon)
 
 
-def family_has_states(family: str) -> bool:
-    return family not in tiny.WINDOWS
-
-
 @pytest.mark.parametrize("family", ["mistral", "qwen3_next", "lara_mini"])
 def test_many_at_once_say_what_each_would_alone_while_pools_overflow(
     family: str, models: dict[str, Any], serve: Serve
@@ -116,7 +124,8 @@ def test_many_at_once_say_what_each_would_alone_while_pools_overflow(
     """Each pool holds less than all that run together want, and a host that holds it all has it back."""
     daemon = serve(family, 384, 192, 7)
     bases = [tiny.prompt(40, seed) for seed in range(2)]
-    prompts = [tiny.prompt(70 + 9 * seed, seed, bases[seed % 2]) for seed in range(7)]
+    prompts = [tiny.prompt(70 + 9 * seed, seed, bases[seed % 2]) for seed in range(6)]
+    prompts.insert(1, prompts[0])  # twins, who compute the same
     with daemon.client() as client:
         runner = runner_of(family, client, max_running=3)
         for again in range(2):
@@ -202,3 +211,130 @@ def test_states_that_find_no_slot_are_left_out(
             for request in requests:
                 judge(models[family], request)
     at_rest(daemon)
+
+
+class FailingLoad:
+    """An executor whose first load fails, in a layer that comes after others."""
+
+    def __init__(self, inner: PagedModel) -> None:
+        self.inner = inner
+        self.vocab_size = inner.vocab_size
+        self.failed = 0
+        self._wait = inner.member.wait_loaded
+        inner.member.wait_loaded = self._fail  # type: ignore[method-assign]
+
+    def _fail(self, load: tuple[int, int], layer: int | None = None) -> None:
+        self._wait(load, layer)
+        if layer and not self.failed:
+            self.failed += 1
+            raise TransferError("planted")
+
+    def run(self, parts: list[Part]) -> torch.Tensor:
+        return self.inner.run(parts)
+
+    def record(self, tickets: list[int]) -> None:
+        self.inner.record(tickets)
+
+
+def test_a_load_that_fails_on_the_way_leaves_the_states_of_others_as_they_were(serve: Serve, tmp_path: Path) -> None:
+    """The layers before were computed, and are computed again: a state must not have been taken further twice."""
+    model = tiny.build("falcon_h1")
+    daemon = serve("falcon_h1", 512, 0, 12)
+    with daemon.client() as client:
+        executor = FailingLoad(PagedModel(tiny.build("falcon_h1"), client))
+        runner = Runner(client, executor, step_tokens=CHUNK)  # type: ignore[arg-type]
+        prompt = tiny.prompt(100)
+        say(runner, prompt)
+        daemon.settle()
+        client.clear("device")
+        beside = runner.submit(tiny.prompt(60, seed=5), max_new_tokens=30, keep_logits=True)
+        for _ in range(4):
+            runner.step()
+        assert beside.output, "it decodes"
+        request = say(runner, prompt)
+        assert executor.failed == 1
+        judge(model, request)
+        judge(model, beside)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "lara_mini"])
+def test_pools_of_bfloat16_hold_what_was_computed_to_the_bit(family: str, serve: Serve) -> None:
+    daemon, prompt = serve(family, 512, 512, 12, "bfloat16"), tiny.prompt(100)
+    with daemon.client() as client:
+        runner = runner_of(family, client, torch.bfloat16)
+        cold, warm = say(runner, prompt), say(runner, prompt)
+        daemon.settle()
+        client.clear("device")
+        loaded = say(runner, prompt)
+    assert [each.matched_tokens for each in (cold, warm, loaded)] == [0, 96, 96]
+    assert torch.equal(logits(cold), logits(warm))
+    assert torch.equal(logits(loaded), logits(warm))
+    chunks = pairwise([0, 32, 64, 96, 100] if has_states(family) else [0, 48, 96, 100])
+    own = tiny.build(family).to(torch.bfloat16)
+    assert torch.equal(logits(cold), tiny.with_own_cache(own, cold.tokens.tolist(), 100, list(chunks)))
+
+
+# -- what a daemon must be like ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.HYBRIDS)
+def test_the_settings_of_a_model_are_a_configuration_and_say_what_it_keeps(family: str, models: dict[str, Any]) -> None:
+    """As transformers' own cache has it after a prompt."""
+    model = models[family]
+    found = settings(model.config, dtype="float32")
+    config.parse(found)
+    cache = tiny.cache_of(model, tiny.prompt(WHOLE))
+    kept: dict[str, list[Any]] = {"pool": [], "window": [], "states": []}
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            kept["window" if layer.is_sliding else "pool"].append((layer.keys.shape[1], layer.keys.shape[3]))
+        if hasattr(layer, "conv_states"):
+            states = (layer.conv_states[0], layer.recurrent_states[0])
+            kept["states"].append([list(each.shape[1:]) for each in states if each is not None])
+    for section in ("pool", "window"):
+        wanted = found.get(section, {"num_layers": 0})
+        row = {**found["pool"], **wanted}
+        assert kept[section] == [(row["num_kv_heads"], row["head_dim"])] * wanted["num_layers"]
+    wanted = found.get("mamba", {"num_layers": 0, "states": []})
+    assert kept["states"] == [[each["shape"] for each in wanted["states"]]] * wanted["num_layers"]
+    assert found.get("window", {"size": tiny.WINDOW})["size"] == tiny.WINDOW
+
+
+def test_a_slot_of_a_published_model_is_as_large_as_its_states() -> None:
+    """Qwen3-Next-80B-A3B in bfloat16: of each of 36 layers 32 heads' [128, 128] in float32, and a convolution."""
+    from transformers import Qwen3NextConfig
+
+    mamba = settings(Qwen3NextConfig(), dtype="bfloat16")["mamba"]
+    forms = tuple(StateForm(each["name"], tuple(each["shape"]), each["dtype"]) for each in mamba["states"])
+    geometry = StateGeometry(mamba["num_slots"], mamba["num_layers"], forms)
+    assert geometry.page_bytes == 36 * (32 * 128 * 128 * 4 + 8192 * 4 * 2) == 77_856_768
+
+
+def test_a_model_that_needs_more_than_a_pool_says_so(models: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"lara_mini needs more than \[pool\]: mamba, window"):
+        pool_settings(models["lara_mini"].config)
+
+
+def test_what_is_neither_kept_in_full_nor_a_window_nor_a_state_is_refused() -> None:
+    from transformers import FalconMambaConfig, Gemma3nTextConfig, Llama4TextConfig, MiniMaxConfig
+
+    for made, words in (
+        (Llama4TextConfig(), "llama4_text has layers of chunked_attention"),
+        (Gemma3nTextConfig(), "gemma3n_text has layers that read what others keep"),
+        (MiniMaxConfig(num_hidden_layers=2), "minimax keeps states in a way of its own"),
+        (FalconMambaConfig(num_hidden_layers=2), "falcon_mamba has no layer of attention"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            settings(made)
+    with pytest.raises(ConfigError, match="not spread over shards"):
+        settings(tiny.build("qwen3_next").config, num_shards=2)
+
+
+def test_a_daemon_for_another_window_or_other_states_is_refused(models: dict[str, Any], serve: Serve) -> None:
+    with serve("lara_mini", 256, 256, 4).client() as client:
+        for family, words in (
+            ("qwen3_next", r"window\.size = 24 and the model needs none"),
+            ("lfm3", r"mamba\.states = .*'shape': \[128, 4\].* and the model needs .*'shape': \[64, 7\]"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                PagedModel(tiny.build(family), client)

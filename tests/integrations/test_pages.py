@@ -213,6 +213,24 @@ def test_layers_of_two_kinds_have_pools_of_their_own() -> None:
         step.update(*(torch.zeros(1, HEADS, 2, DIM) for _ in range(2)), 4)
 
 
+@pytest.mark.parametrize("numbers", [(0, 1, 2), ()])
+def test_what_a_window_has_of_a_load_is_there_with_the_first_layer_of_full_attention(numbers: tuple[int, ...]) -> None:
+    """It is waited for once, before a window is read, and where there are no layers of full attention as well."""
+    waited: list[int] = []
+    full = [PagedLayers(*page_first(), numbers)] if numbers else []
+    window = PagedLayers(*page_first(), [number + len(numbers) for number in range(LAYERS)], WINDOW)
+    part = windowed(8, 2, 0, [4, 5, 6])
+    part = Part(part.tokens, 8, array("i", [1, 2, 3]).tobytes(), (7, 1), True, part.window)
+    step = PagedBatch([*full, window], [part], lambda load, layer: waited.append(layer))
+    new = torch.ones(1, HEADS, 2, DIM)
+    for layer in range(len(numbers), len(numbers) + LAYERS):
+        step.update(new, new, layer)
+    assert waited == [0]
+    for layer in numbers:
+        step.update(new, new, layer)
+    assert waited == [0, *numbers]
+
+
 def test_another_window_than_the_layer_s_is_refused() -> None:
     new = torch.ones(1, HEADS, 2, DIM)
     step = batch(PagedLayers(*page_first(), window=WINDOW), windowed(0, 2, 0, [3]))

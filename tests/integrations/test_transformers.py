@@ -369,15 +369,6 @@ def test_a_model_that_does_not_let_others_attend_for_it_is_refused(serve: Serve)
         PagedModel(model, client)
 
 
-def test_a_model_with_windows_is_refused() -> None:
-    from transformers import MistralConfig, Qwen2Config
-
-    with pytest.raises(ConfigError, match="sliding_attention"):
-        pool_settings(Qwen2Config(use_sliding_window=True, max_window_layers=0, **tiny.SIZES))
-    with pytest.raises(ConfigError, match="sliding"):
-        pool_settings(MistralConfig(sliding_window=64, num_key_value_heads=2, **tiny.SIZES))
-
-
 def test_a_model_that_looks_ahead_is_refused() -> None:
     from transformers import LlamaConfig
 

@@ -246,3 +246,11 @@ def with_own_cache(
         last = forward(hit, num_prompt, ours)
         cache = cache if canonical else ours
     return torch.stack([last, *(forward(at, at + 1, cache) for at in range(num_prompt, len(tokens) - 1))])
+
+
+@torch.inference_mode()
+def cache_of(model: Any, tokens: Sequence[int]) -> DynamicCache:
+    """What transformers keeps of a prompt."""
+    cache = DynamicCache(config=model.config)
+    model(torch.tensor([tokens]), cache=cache, use_cache=True)
+    return cache
