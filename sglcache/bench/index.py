@@ -35,7 +35,7 @@ from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.errors import ConfigError, SglcacheError
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.collector import Collector
-from sglcache.units import LeaseId, SessionId, Tier
+from sglcache.units import LeaseId, SessionId
 from sglcache.wire.control import Extension
 
 TOUCHED_MIB = 64  # of heap
@@ -72,13 +72,19 @@ class Options(NamedTuple):
     def keeps_states(self) -> bool:
         return KINDS[self.kind][1]
 
+    @property
+    def window_capacity(self) -> int:
+        """Tokens."""
+        if not self.keeps_window:
+            return 0
+        return self.capacity_tokens // 4 if self.window_tokens is None else self.window_tokens
+
     def companions(self) -> tuple[Companion, ...]:
         """What the tree keeps beside full KV. On the host in the proportion of full KV."""
         made: list[Companion] = []
         host = self.host_tokens / self.capacity_tokens
         if self.keeps_window:
-            tokens = self.capacity_tokens // 4 if self.window_tokens is None else self.window_tokens
-            pages = tokens // self.page_size
+            pages = self.window_capacity // self.page_size
             made.append(Companion(SlidingWindow(-(-self.window // self.page_size)), pages, int(pages * host)))
         if self.keeps_states:
             made.append(Companion(MambaState(), self.state_slots, int(self.state_slots * host)))
@@ -381,7 +387,6 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
     for each, length in zip(timed, lengths, strict=True):
         (hits if each.matched_tokens >= HIT_SHARE * length else misses).append(each.total_s * 1e6)
     counters = index.stats().counters
-    pools = {pool.resource: pool.total for pool in index.stats().pools if pool.tier is Tier.DEVICE}
     return {
         "system": f"sglcache-{importlib.metadata.version('sglcache')}",
         "kind": options.kind,
@@ -393,8 +398,8 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
         "capacity_tokens": options.capacity_tokens,
         "host_tokens": options.host_tokens,
         "window": options.window if options.keeps_window else 0,
-        "window_tokens": pools.get("window", 0) * page_size,
-        "state_slots": pools.get("mamba", 0),
+        "window_tokens": options.window_capacity,
+        "state_slots": options.state_slots if options.keeps_states else 0,
         "chunk_tokens": options.chunk_tokens,
         "requests": count,
         "tokens": aligned,
