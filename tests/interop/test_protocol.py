@@ -252,6 +252,33 @@ def test_the_superset_suits_vllms_types(tmp_path: Path) -> None:
         assert kinds == {VllmStored, VllmRemoved, VllmCleared}
 
 
+def test_windows_and_states_suit_vllms_types_and_have_the_kinds_that_it_knows(tmp_path: Path) -> None:
+    model = {
+        "window": {"size": 8, "num_layers": 1, "num_tokens": 64},
+        "mamba": {"num_layers": 1, "num_slots": 4, "states": [{"name": "ssm", "shape": [8], "dtype": "float32"}]},
+    }
+    with ExitStack() as opened:
+        daemon = opened.enter_context(Daemon(tmp_path, **model, events={"encoding": "superset", "groups": True}))
+        with daemon.client() as client:
+            for first in range(8):
+                with client.acquire(range(first, first + 40), states=1) as lease:
+                    assert lease.mamba is not None
+                    lease.commit(states=[(40, int(lease.mamba.slots[0]))])
+        daemon.settle()
+        asker = Asker(opened.enter_context(connected(zmq.DEALER, daemon.info["stream"]["replay_endpoint"])))
+        asker.ask(b"", number(daemon.info["epoch"]))
+        batches = [msgspec.msgpack.decode(frames[-1], type=VllmBatch) for frames in asker.answer()]
+    stored = {
+        (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+        for batch in batches
+        for event in batch.events
+        if isinstance(event, VllmStored)
+    }
+    assert stored == {(None, None, None), (1, "sliding_window", 8), (2, "mamba", None)}
+    removed = {event.group_idx for batch in batches for event in batch.events if isinstance(event, VllmRemoved)}
+    assert removed == {None, 1, 2}
+
+
 def test_ranks_that_dial_a_subscriber_that_binds_are_told_apart_by_their_topics(tmp_path: Path) -> None:
     """llm-d's way: one subscriber, and topics of the form kv@pod@model."""
     with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
