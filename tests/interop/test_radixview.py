@@ -42,10 +42,13 @@ def last_words(facts: list[Any]) -> dict[int, Drawn]:
     return found
 
 
-@pytest.mark.parametrize("tiers", ["device", "device and host"])
-def test_the_tree_that_it_draws_is_the_streams(tiers: str, tmp_path: Path, shim: Path) -> None:
-    host = {"num_tokens": 0 if tiers == "device" else 4 * 300}
-    scene = Scene(tmp_path / "daemon", http={"enabled": True, "port": 0}, host=host)
+@pytest.mark.parametrize("told", ["device", "device and host", "device and windows"])
+def test_the_tree_that_it_draws_is_the_streams(told: str, tmp_path: Path, shim: Path) -> None:
+    """Another tier's removal, or another group's, is a block's to it."""
+    sections: dict[str, Any] = {"host": {"num_tokens": 4 * 300 if told == "device and host" else 0}}
+    if told == "device and windows":
+        sections |= {"window": {"size": 8, "num_layers": 1, "num_tokens": 4 * 150}, "events": {"groups": True}}
+    scene = Scene(tmp_path / "daemon", http={"enabled": True, "port": 0}, **sections)
     with ExitStack() as opened:
         opened.callback(scene.close)
         daemon = scene.start()
@@ -62,7 +65,10 @@ def test_the_tree_that_it_draws_is_the_streams(tiers: str, tmp_path: Path, shim:
         eventually(lambda: view.drawn() == want, HEARD_S)
         assert view.drawn() == want
         truth = scene.blocks()
-        assert truth.get(Tier.HOST) if tiers != "device" else set(want) == truth[Tier.DEVICE]
+        if told == "device and host":
+            assert truth.get(Tier.HOST)
+        else:
+            assert (set(want) == truth[Tier.DEVICE]) is (told == "device")
         for complaint in ("malformed", "gap", "restarted"):
             assert complaint not in view.said()
 
