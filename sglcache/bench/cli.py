@@ -164,7 +164,11 @@ def estimate(
     state_slots: int,
     as_json: bool,
 ) -> int:
-    """What a router that follows the events would promise, against what is then matched, for each kind of tree."""
+    """What a router that follows the events would promise, against what is then matched, for each kind of tree.
+
+    Shares of the prompts' tokens: what was matched, what a router promised that knows full KV, and one that knows all
+    groups; the share of requests of which the first promised too much, and by how many tokens.
+    """
     from sglcache.bench import estimate as benchmark
     from sglcache.bench.index import Options
 
@@ -181,13 +185,15 @@ def estimate(
     row = benchmark.run(benchmark.Options(base, window))
     if as_json:
         return _show("estimate", row, as_json)
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*row["kinds"][0])
+    click.echo(
+        f"{'':<8}{'window':>7}{'matched':>9}{'by full KV':>12}{'too much':>10}{'mean':>8}{'p99':>8}{'by groups':>11}"
+    )
     for each in row["kinds"]:
-        table.add_row(*(_text(value) for value in each.values()))
-    Console().print(table)
+        shares = [f"{100 * each[key]:.2f} %" for key in ("hit_rate", "estimated", "wrong_requests", "with_groups")]
+        matched, promised, wrong, by_groups = shares
+        over = f"{each['mean_over']:>8,.0f}{each['p99_over']:>8,.0f}"
+        window = f"{each['window'] or '':>7}"
+        click.echo(f"{each['kind']:<8}{window}{matched:>9}{promised:>12}{wrong:>10}{over}{by_groups:>11}")
     click.echo(_line({key: value for key, value in row.items() if key != "kinds"}))
     click.secho(_line(harness.facts()), dim=True)
     return 0
