@@ -54,7 +54,7 @@ class RankPages:
             "model_name": config.model_name,
             "page_size": config.pool.page_size,
             "bigram": config.pool.bigram,
-            "groups": [each._asdict() for each in told_groups(config)],
+            "groups": [each._asdict() for each in told_groups(config.for_stage(0))],  # where every router dials
             "dp_size": parallel.dp_size,
             "pp_size": parallel.pp_size,
             "hash": config.events.hash,
