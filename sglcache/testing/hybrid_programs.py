@@ -29,27 +29,34 @@ MOST = 12  # pages of a prompt
 
 
 def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
-    """A small index. `kind`: one of KINDS; `tiers`: 1 or 2; all else are IndexConfig's fields."""
+    """A small index. `kind`: one of KINDS; `tiers`: 1 or 2; `roomy`: what leaves the device is on the host; all else
+    are IndexConfig's fields."""
     fixed = dict(fixed)
     kind = fixed.pop("kind", None) or choose.item(KINDS[:3])
     tiers = fixed.pop("tiers", None) or choose.item((1, 2, 2))
+    roomy = fixed.pop("roomy", None)
+    if roomy is None:
+        roomy = choose.integer(0, 1) > 0
     page_size = fixed.get("page_size") or choose.item((1, 2, 3, 4))
-    host_pages = choose.item((4, 8, 14, 24)) if tiers == 2 else 0
+
+    def slots(*sizes: int) -> int:
+        """On the host."""
+        return 0 if tiers == 1 else 40 if roomy else choose.item(sizes)
+
     companions = []
     if kind in ("swa", "unified"):
         window = SlidingWindow(choose.integer(1, 4))
-        companions.append(
-            Companion(window, choose.item((14, 10, 18, 30)), choose.item((3, 6, 12)) if tiers == 2 else 0)
-        )
+        companions.append(Companion(window, choose.item((14, 10, 18, 30)), slots(3, 6, 12)))
     if kind in ("mamba", "unified"):
         state = MambaState(choose.item((0, 0, 1, 2)))
-        companions.append(Companion(state, choose.item((6, 3, 9)), choose.item((2, 4, 8)) if tiers == 2 else 0))
+        companions.append(Companion(state, choose.item((6, 4, 9)), slots(2, 4, 8)))
+    host_pages = slots(4, 8, 14, 24)
     slices: dict[str, int] = {}
     if choose.integer(0, 3) == 3:
         slices = {"evict_slice": choose.integer(1, 3), "cut_slice": choose.integer(1, 4)}
     return {
         "page_size": page_size,
-        "num_pages": choose.item((14, 18, 24, 40)),
+        "num_pages": choose.item((14, 14, 18, 24)),
         "host_pages": host_pages,
         **({"companions": tuple(companions)} if companions else {}),
         "max_batch_blocks": choose.item((4096, 3)),
@@ -71,11 +78,11 @@ class Program:
         self.prompts: list[tuple[Namespace, bytes]] = []
         self.time = 0.0
         self.actions: dict[str, tuple[int, Callable[[Chooser], object]]] = {
-            "put": (12, self.put),
-            "acquire": (12, self.acquire),
+            "put": (24, self.put),
+            "acquire": (10, self.acquire),
             "extend": (5, self.extend),
-            "commit": (12, self.commit),
-            "release": (8, self.release),
+            "commit": (10, self.commit),
+            "release": (10, self.release),
             "cancel": (2, self.cancel),
             "issue": (12, self.issue),
             "event": (16, self.event),
@@ -125,7 +132,7 @@ class Program:
         ]
 
     def prompt(self, choose: Chooser, most: int) -> tuple[Namespace, bytes]:
-        return prompt(choose, self.prompts, self.world.page_size, most)
+        return prompt(choose, self.prompts[-10:], self.world.page_size, most)  # few, so that they are hits
 
     def ends(self, choose: Chooser, lease: Lease, pages: int) -> list[tuple[int, int, int]]:
         """States for a commit of so many pages: at its end, where the match met a branch, or anywhere."""
