@@ -232,6 +232,7 @@ class Lease:
     need: list[int]  # by resource: slots of its own that it needs for a grant
     there: list[set[Page]]  # by resource: of what the match needs, what was on the device
     reaches: tuple[int, ...]  # tokens
+    from_device: int  # pages that would match without a load
     number: int = 0
     waiting: bool = False
     views: list[dict[int, int]] = field(default_factory=list)  # by resource, if by page: page of the table -> slot
@@ -258,6 +259,12 @@ class Lease:
         return f"<lease {self.number}: {self.committed} of {self.num_pages} pages committed, matched {self.matched}>"
 
 
+class Pinned(NamedTuple):
+    owner: str
+    until: float
+    path: tuple[Page, ...]  # that matched
+
+
 @dataclass(eq=False)
 class Runner:
     id: SessionId
@@ -268,7 +275,7 @@ class Runner:
     planned: list[Sent] = field(default_factory=list)  # has a ticket, is not sent
     items: list[Sent] = field(default_factory=list)  # have not taken effect
     leases: list[Lease] = field(default_factory=list)
-    pins: list[tuple[str, float]] = field(default_factory=list)
+    pins: list[Pinned] = field(default_factory=list)
     ended: bool = False
     gone: set[int] = field(default_factory=set)
 
@@ -489,6 +496,8 @@ class Hybrid:
             assert len(fresh) == lease.need[r], f"{kind.name}: {len(fresh)} own slots, {lease.need[r]} are needed"
             self._taken(lease, r, fresh)
         loads = any(lease.loading)
+        from_host = 0 if not loads else n - (lease.from_device if self.companions else lease.on_device)
+        assert grant.host_tokens == from_host * size, f"{grant.host_tokens} tokens from the host, are {from_host} pages"
         assert (grant.load is None) is not loads, f"load {grant.load}, to be loaded is {lease.loading}"
         lease.load = grant.load
         lease.computed = n
@@ -832,9 +841,10 @@ class Hybrid:
             there.append(on_device)
             need.append(len(wanted) - len(on_device) + (states if kind.by_end else total - n))
         reaches = tuple(each * self.page_size for each in reached.reaches)
-        lease = Lease(runner, namespace, key, path, n, len(there[FULL]), need, there, reaches)
+        lease = Lease(runner, namespace, key, path, n, len(there[FULL]), need, there, reaches, reached.device)
         room_now = [self._room(r, self.seen, there[r]) for r in range(len(self.kinds))]
         spare = [states if self.kinds[r].by_end else 0 for r in self.companions]
+        later = [self._room_later(r, there[r]) for r in range(len(self.kinds))]
 
         def then(result: Grant | SglcacheError | None) -> None:
             agreed = exact is None or exact == n * self.page_size
@@ -847,6 +857,7 @@ class Hybrid:
                 return
             runner.leases.append(lease)
             if result is None:
+                assert self._fits(need, later), f"it waits for {need}, and at most {later} can be had"
                 lease.waiting = True
                 self.waiting.append(Waits(request, lease))
                 self.note("waits")
@@ -884,6 +895,28 @@ class Hybrid:
         promised = sum(self._promised(waits)[r] for waits in self.waiting)
         return free + len(unlocked) - promised
 
+    def _room_later(self, r: int, keep: Iterable[Page] = ()) -> int:
+        """Slots that can be had at most once those pages are held, and the copies to the host are over."""
+        c = self.cell(r, DEVICE)
+        ready = self.seen.ready[c]
+        copied = {
+            above
+            for copy in self.copies.values()
+            if copy.to_host
+            for part in copy.parts
+            for page in part.names
+            for above in (ancestry(page) if r == FULL else [page])
+        }
+        could = self.seen.unlocked(c) | (copied & ready.keys())
+        promised = sum(waits.lease.need[r] for waits in self.waiting if waits.lease is not None)
+        free = self.kinds[r].total[DEVICE] - len(ready) - self.held_slots(r)
+        return free + len(could.difference(keep)) - promised
+
+    @staticmethod
+    def _fits(need: Sequence[int], room: Sequence[int]) -> bool:
+        """Of nothing there is always enough, whatever is promised."""
+        return all(want <= max(0, have) for want, have in zip(need, room, strict=True))
+
     def _promised(self, waits: Waits) -> list[int]:
         if waits.lease is not None:
             return waits.lease.need
@@ -909,11 +942,14 @@ class Hybrid:
             fresh = max(0, -(-have // self.page_size) - lease.num_pages)
             growing.append(Growing(lease, tokens, [states if kind.by_end else fresh for kind in self.kinds]))
         room_now = [self._room(r, self.seen) for r in range(len(self.kinds))]
+        later = [self._room_later(r) for r in range(len(self.kinds))]
 
         def then(result: Extended | SglcacheError | None) -> None:
             assert not isinstance(result, SglcacheError), f"{result!r}"
             waits = Waits(request, items=growing)
             if result is None:
+                fits = any(self._fits(each.need, later) for each in growing)
+                assert fits, f"it waits, and at most {later} can be had"
                 for each in growing:
                     if each.lease.extending is None:
                         each.lease.extending = waits
@@ -1203,21 +1239,22 @@ class Hybrid:
         self, runner: Runner, tokens: Iterable[int] | bytes, namespace: Namespace, owner: str, expires_at: float
     ) -> int:
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
-        reached = self.oracle.reach(self.seen, self.book.path(namespace, key))
+        path = self.book.path(namespace, key)
+        reached = self.oracle.reach(self.seen, path)
         result = self.turn(lambda: self.index.pin(runner.id, key, namespace, owner, expires_at))
         assert result == reached.matched * self.page_size, f"pinned {result}, matched are {reached.matched} pages"
         if result:
-            runner.pins.append((owner, expires_at))
+            runner.pins.append(Pinned(owner, expires_at, path[: reached.matched]))
         return result
 
     def unpin(self, runner: Runner, owner: str) -> None:
-        runner.pins = [each for each in runner.pins if each[0] != owner]
+        runner.pins = [pin for pin in runner.pins if pin.owner != owner]
         self.turn(lambda: self.index.unpin(runner.id, owner))
 
     def expire(self, now: float) -> None:
         self.turn(lambda: self.index.expire(now))
         for runner in self.runners.values():
-            runner.pins = [each for each in runner.pins if each[1] > now]
+            runner.pins = [pin for pin in runner.pins if pin.until > now]
 
     def clear(self, tier: Tier | None = None) -> None:
         def then(result: dict[Tier, int] | SglcacheError) -> None:
@@ -1259,6 +1296,7 @@ class Hybrid:
         self._check_leases()
         self._check_counts()
         self._check_nodes()
+        self._check_pins()
         self._check_waiting()
         for tier in range(self.num_tiers):
             gone = self.subscriber.present[tier] - self.seen.ready[self.cell(FULL, tier)].keys()
@@ -1384,6 +1422,12 @@ class Hybrid:
                 useful = self.oracle.is_useful(self.seen, node)
                 assert useful, f"{node} is a leaf, and no match can end in it"
 
+    def _check_pins(self) -> None:
+        for runner in self.runners.values():
+            for pin in runner.pins:
+                still = self.oracle.reach(self.seen, pin.path).matched
+                assert still == len(pin.path), f"{pin}: {still} pages of it match"
+
     def _check_waiting(self) -> None:
         """Who waits first waits for something that will happen."""
         if self.waiting and not self.index.busy:
@@ -1419,7 +1463,7 @@ class Hybrid:
                     if shard not in runner.gone:
                         self.shard_gone(runner, shard)
                 continue
-            for owner in {owner: None for owner, _ in runner.pins}:
+            for owner in dict.fromkeys(pin.owner for pin in runner.pins):
                 self.unpin(runner, owner)
             for lease in list(runner.leases):
                 if not lease.waiting and lease.release is None and lease.cancelling is None:

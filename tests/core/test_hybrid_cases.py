@@ -437,3 +437,18 @@ def test_a_hosts_companion_goes_with_its_full_and_not_before_the_match_is_cut() 
     assert all(page.namespace == ROOT for page in world.seen.ready[world.cell(STATE, 1)])
     assert len(world.seen.ready[world.cell(STATE, 1)]) == 1
     world.settle()
+
+
+def test_a_state_that_comes_late_is_copied_alone() -> None:
+    """Where Full is on the host already."""
+    world = mamba(8, num_pages=32, host_pages=32, host_slots=8)
+    runner = world.open_session()
+    put(world, runner, range(8), [(STATE, 8)])
+    world.quieten()
+    put(world, runner, [0, 1, 2, 3, 20], [(STATE, 4), (STATE, 5)])
+    copies = world.in_flight()
+    assert sum(len(part.names) for copy in copies for part in copy.parts if part.resource == STATE) == 2
+    assert sum(len(part.names) for copy in copies for part in copy.parts if part.resource == FULL) == 1
+    world.quieten()
+    assert {page.depth for page in world.seen.ready[world.cell(STATE, 1)]} == {3, 4, 7}
+    world.settle()

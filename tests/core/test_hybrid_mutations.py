@@ -1,0 +1,419 @@
+"""Bugs planted in what the core does about companions, one at a time: `sglcache.testing.hybrid` must notice each.
+
+A mutation replaces a line of a method's source; one whose line is no longer there fails, and is to be planted anew.
+"""
+
+from __future__ import annotations
+
+import pytest
+import test_hybrid_cases as cases
+from test_mutations import Edit, Mutation, mutation
+
+from sglcache.core.companions import Companions
+from sglcache.core.eviction import Places
+from sglcache.core.index import Index
+from sglcache.core.resources import MambaState, _ByPage
+from sglcache.core.tiering import Backups
+from sglcache.core.tree import Tree
+from sglcache.testing.hybrid_programs import run
+from sglcache.testing.planting import plant
+
+NUM_PROGRAMS = 120
+
+WINDOW = {"kind": "swa", "tiers": 1}
+STATE = {"kind": "mamba", "tiers": 1}
+LOADS = {"kind": "unified", "tiers": 2, "roomy": True}
+CROWDED = {"kind": "unified", "tiers": 2, "roomy": False}
+
+MUTATIONS = [
+    # -- matching
+    mutation("a match ignores a companion", Companions, "agree", "all_agree = all_agree and may_end", "pass", **WINDOW),
+    mutation(
+        "the device alone matches what only the host has",
+        Companions,
+        "agree",
+        "device_agrees = device_agrees and may_end",
+        "pass",
+        **LOADS,
+    ),
+    mutation("a window is a page shorter", _ByPage, "step", "run >= min", "run + 1 >= min", **WINDOW),
+    mutation("a gap in a window is passed over", _ByPage, "step", "if present else 0", "if present else run", **WINDOW),
+    mutation("a state is good for the middle of its node", MambaState, "step", "present and whole", "present", **STATE),
+    mutation(
+        "what is being written to the host is matched",
+        Companions,
+        "agree",
+        " and not node.writing >> far & 1",
+        "",
+        **LOADS,
+    ),
+    mutation(
+        "who reaches how far is told of all together", Companions, "agree", "if may_end:", "if all_agree:", **LOADS
+    ),
+    # -- splits and joins
+    mutation(
+        "a split leaves the state with the upper half",
+        Tree,
+        "split",
+        "above[c], above[C + c] = None, 0",
+        "above[c], cells[c], above[C + c] = cells[c], None, 0",
+        **STATE,
+    ),
+    mutation(
+        "a split gives both halves the state's lock",
+        Tree,
+        "split",
+        "above[c], above[C + c] = None, 0",
+        "above[c] = None",
+        **STATE,
+    ),
+    mutation(
+        "a node with a state is joined with what is below it",
+        Tree,
+        "_alike",
+        "if above[c] is not None or above[C + c]:",
+        "if False:",
+        **STATE,
+    ),
+    mutation(
+        "nodes are joined of which one is a tombstone",
+        Tree,
+        "_alike",
+        " or (above[c] is None) is not (below[c] is None)",
+        "",
+        **WINDOW,
+    ),
+    # -- eviction
+    mutation("a tombstone's slot is nobody's", Companions, "drop", "pool.give(run)", "pass", **WINDOW),
+    mutation("a tombstone keeps its slot", Companions, "drop", "node.cells[c] = None", "pass", **WINDOW),
+    mutation("Full goes and its companions stay", Companions, "drop_with", "is not None", "is ...", **STATE),
+    mutation(
+        "Full leaves the host and its companions stay there",
+        Companions,
+        "drop_with",
+        "self.T + tier, self",
+        "self.T + tier + tier, self",
+        **CROWDED,
+    ),
+    mutation("a leaf of no use stays", Companions, "_useless", "return True", "return False", **WINDOW),
+    mutation(
+        "a leaf whose window's other pages went stays",
+        Companions,
+        "_useless",
+        "left = 1 if resource.by_end else resource.reach",
+        "left = 1",
+        **WINDOW,
+    ),
+    mutation("a leaf that somebody holds goes", Companions, "prune", "any(cells[C : 2 * C]) or ", "", **WINDOW),
+    mutation(
+        "who lets go leaves what is of no use", Index, "_give_back", "companions.prune(lease.node)", "pass", **STATE
+    ),
+    mutation(
+        "an evicted companion is counted as cached",
+        Companions,
+        "drop",
+        "pool.cached -= len(run) // SLOT_BYTES",
+        "pass",
+        **STATE,
+    ),
+    # -- room
+    mutation(
+        "one resource's lack is no reason to refuse",
+        Index,
+        "acquire",
+        "self._refuse_slots(i, need.num_slots, need.pinned, path if partial is None else [*path, partial])",
+        "pass",
+        **STATE,
+    ),
+    mutation(
+        "what a match locks of a window counts as room",
+        Companions,
+        "needs",
+        "pinned += stop - low",
+        "pass",
+        **WINDOW,
+    ),
+    mutation("room is made for Full alone", Index, "_make_room", "self.companions.make_room(more)", "True", **STATE),
+    mutation(
+        "an extend is not refused for want of a companion",
+        Index,
+        "extend",
+        "self._refuse_slots(i, count, 0, (), more[i])",
+        "pass",
+        **WINDOW,
+    ),
+    mutation(
+        "those of one extend are promised the same slots",
+        Index,
+        "extend",
+        "self._refuse_slots(i, count, 0, (), more[i])",
+        "self._refuse_slots(i, count, 0, ())",
+        **WINDOW,
+    ),
+    # -- what a lease holds
+    mutation(
+        "the window of a match is not locked",
+        Companions,
+        "open",
+        "if lease.committed > window.first:",
+        "window.pinned = lease.committed\n            if False:",
+        **WINDOW,
+    ),
+    mutation(
+        "the window of a match on the host is not locked",
+        Companions,
+        "open",
+        "if far is not None and host > window.first:",
+        "if False:",
+        **LOADS,
+    ),
+    mutation(
+        "the state of a match is not locked",
+        Companions,
+        "open",
+        "state.source = end",
+        "pass",
+        Edit(Companions, "open", "self.order(near).hold(end, 1)", "pass"),
+        **STATE,
+    ),
+    mutation(
+        "a window slides a page too far",
+        Companions,
+        "slide",
+        "lease.committed - kind.resource.reach",
+        "lease.committed - kind.resource.reach + 1",
+        **WINDOW,
+    ),
+    mutation(
+        "what is locked of a window is let go of a page early",
+        Companions,
+        "_slide",
+        "if stop > held.pinned:",
+        "stop = min(stop + 1, lease.committed)\n        if stop > held.pinned:",
+        **WINDOW,
+    ),
+    mutation("a window never slides", Companions, "_slide", "if first <= held.first:", "if True:", **WINDOW),
+    mutation(
+        "the state that was read stays locked",
+        Companions,
+        "_read",
+        "held.source = None",
+        "pass",
+        Edit(Companions, "_read", "self.order(kind.device).let_go(held.source, 1)", "pass"),
+        **STATE,
+    ),
+    mutation(
+        "a pin leaves companions alone",
+        Companions,
+        "pin",
+        "for c, node, num_bytes in places:",
+        "for c, node, num_bytes in places[:0]:",
+        Edit(Companions, "unpin", "for c, node, num_bytes in places:", "for c, node, num_bytes in places[:0]:"),
+        **LOADS,
+    ),
+    # -- commits
+    mutation(
+        "a state is taken that the tree has",
+        Companions,
+        "put_ends",
+        "if node.cells[kind.device] is not None:",
+        "if False:",
+        **STATE,
+    ),
+    mutation(
+        "a state is the tree's and the lease's",
+        Companions,
+        "put_ends",
+        "del held.slots[at : at + SLOT_BYTES]",
+        "pass",
+        **STATE,
+    ),
+    mutation("one slot is two states", Companions, "check_ends", " or (i, packed) in taken", "", **STATE),
+    mutation(
+        "a window's page is taken that the tree has", Companions, "adopt", "if there is None:", "if True:", **WINDOW
+    ),
+    mutation(
+        "a page that comes is counted twice",
+        Companions,
+        "_put",
+        "pool.cached += count",
+        "pool.cached += 2 * count",
+        **STATE,
+    ),
+    mutation(
+        "no tombstone is filled",
+        Companions,
+        "adopt",
+        "there = node.cells[c]",
+        "there = node.cells[c] or slots",
+        **WINDOW,
+    ),
+    mutation("nobody is told of the better page", Companions, "adopt", "held.renamed = True", "pass", **WINDOW),
+    mutation(
+        "a duplicate is given back before anyone has read of it",
+        Companions,
+        "drop_duplicates",
+        "if 0 < number <= seen:",
+        "if True:",
+        Edit(Companions, "drop_duplicates", "if not 0 < each[0] <= seen", "if False"),
+        **WINDOW,
+    ),
+    mutation("what is before the floor is nobody's", Companions, "give_up", "pool.give(lost)", "pass", **WINDOW),
+    mutation(
+        "a page of the tree's is given up for a floor",
+        Companions,
+        "give_up",
+        "for start, stop in held.owned:",
+        "for start, stop in [(held.first, lease.num_pages)] if lease.num_pages > held.first else []:",
+        **WINDOW,
+    ),
+    mutation(
+        "too many states on a path",
+        Companions,
+        "_thin",
+        "too_many -= 1",
+        "too_many = 0",
+        by=cases.test_a_path_keeps_so_many_states_and_the_deepest_of_them,
+        **STATE,
+    ),
+    mutation(
+        "a state that somebody reads makes place for another", Companions, "_thin", " or node.cells[lock]", "", **STATE
+    ),
+    # -- giving back
+    mutation(
+        "states of a lease are not given back",
+        Companions,
+        "give_back",
+        "self._give(kind, lease, bytes(held.slots))",
+        "pass",
+        **STATE,
+    ),
+    mutation(
+        "a window's pages are not given back",
+        Companions,
+        "give_back",
+        "self._give(kind, lease, held.own)",
+        "pass",
+        **WINDOW,
+    ),
+    mutation(
+        "the dead's companions are free at once",
+        Index,
+        "end_session",
+        "self.companions.fence(lease)",
+        "self.companions.give_back(lease)",
+        **STATE,
+    ),
+    mutation(
+        "what the dead held is not counted as fenced",
+        Index,
+        "end_session",
+        "self.companions.fence(lease)",
+        "pass",
+        **STATE,
+    ),
+    # -- the host
+    mutation(
+        "a copy does not hold what it reads",
+        Companions,
+        "send_along",
+        "self.order(kind.device).hold(node, amount)",
+        "pass",
+        Edit(Companions, "written", "self.order(c - HOST).let_go(node, amount)", "pass"),
+        Edit(Companions, "unwrite", "self.order(c - HOST).let_go(node, amount)", "pass"),
+        Edit(Companions, "unwrite", "self.order(c - HOST).hold(ticket.end, ticket.depth - start)", "pass"),
+        Edit(Companions, "let_go", "self.order(c).let_go(node, num_bytes)", "pass"),
+        **CROWDED,
+    ),
+    mutation(
+        "a cell that comes to a locked place is not counted as locked",
+        Places,
+        "put",
+        "if node.cells[self.lock]:",
+        "if node.cells[self.lock] and not node.cells[self.older]:",
+        Edit(Places, "put", "self.pool.locked += len(node.cells[self.cell]) // SLOT_BYTES", "pass"),
+        **CROWDED,
+    ),
+    mutation(
+        "what is on its way to the host is there for good",
+        Companions,
+        "written",
+        "node.writing &= ~(1 << c)",
+        "pass",
+        **LOADS,
+    ),
+    mutation(
+        "a copy that failed leaves its companions there", Companions, "unwrite", "node.cells[c] = None", "pass", **LOADS
+    ),
+    mutation(
+        "a copy that failed keeps its companions' slots",
+        Backups,
+        "_written",
+        "for c, slots in companions.unwrite(ticket):",
+        "for c, slots in companions.unwrite(ticket)[:0]:",
+        **LOADS,
+    ),
+    mutation(
+        "a state of the tree's is taken for one that was loaded",
+        Companions,
+        "loaded",
+        "if node.cells[kind.device] is None:",
+        "if True:",
+        **LOADS,
+    ),
+    mutation(
+        "a loaded state is not held for who loaded it",
+        Companions,
+        "loaded",
+        "if held.source is None:",
+        "if False:",
+        **LOADS,
+    ),
+    mutation(
+        "a load leaves the state behind",
+        Companions,
+        "grant",
+        "if slot is None:",
+        "if slot is None and on_host:",
+        **LOADS,
+    ),
+    mutation(
+        "a load brings another page of the window",
+        Companions,
+        "grant",
+        "sources.append(node.cells[kind.host][skip:])",
+        "sources.append(node.cells[kind.host][: len(node.cells[kind.host]) - skip])",
+        **LOADS,
+    ),
+    mutation(
+        "a late state is not copied",
+        Companions,
+        "back_up",
+        "if self.T <= HOST:",
+        "if True:",
+        by=cases.test_a_state_that_comes_late_is_copied_alone,
+        **LOADS,
+    ),
+]
+
+
+def caught(planted: Mutation) -> BaseException | None:
+    """How it was noticed."""
+    if planted.by is not None:
+        try:
+            planted.by()
+        except Exception as exc:
+            return exc
+    for seed in (planted.seed, *range(NUM_PROGRAMS)):
+        try:
+            run(seed, **planted.fixed)
+        except Exception as exc:
+            return exc
+    return None
+
+
+@pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
+def test_planted_bug_is_caught(planted: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    for edit in planted.edits:
+        plant(monkeypatch, *edit)
+    assert caught(planted) is not None, f"{NUM_PROGRAMS} programs did not notice that {planted.name}"
