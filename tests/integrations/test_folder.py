@@ -197,7 +197,7 @@ def test_the_example_of_the_documentation_runs(
 ) -> None:
     """It loads the model, and says how much was cached: most of it, the second time."""
     monkeypatch.setenv("SGLCACHE_SOCKET", str(daemon.socket))
-    _, source = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    *_, source = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     said = []
     for _ in range(2):
         exec(source.replace("FOLDER", str(folder)), {})
