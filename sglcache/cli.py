@@ -458,9 +458,9 @@ def _show_status(facts: dict[str, Any]) -> None:
         console.print(f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {cleared:,} cleared")
     for companion in companions:
         prefix = f"{companion}_"
-        own = [(key.removeprefix(prefix), count) for key, count in counters.items() if key.startswith(prefix)]
-        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in own)
-        console.print(f"{companion:<9} {told}", soft_wrap=True)
+        own = {key.removeprefix(prefix): count for key, count in counters.items() if key.startswith(prefix) and count}
+        told = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in own.items())
+        console.print(f"{companion:<9} {told or 'nothing yet'}", soft_wrap=True)
     for lane in facts["copies"]:
         oldest = f", the oldest for {lane['oldest_s']:.1f} s" if lane["in_flight"] else ""
         failed = f", {lane['failed']:,} failed" if lane["failed"] else ""
