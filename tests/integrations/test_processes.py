@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import tiny
 from runners import POSITIONS, RunnerProcess
 
-from sglcache.integrations.transformers import PagedModel, Runner, pool_settings
+from sglcache.integrations.transformers import PagedModel, Runner, settings
 from sglcache.testing.daemon import Daemon, until
 
 NUM_NEW = 6
@@ -26,7 +26,7 @@ LONG = 400  # new tokens: seconds of decoding
 Begin = Callable[[], RunnerProcess]
 
 
-@pytest.fixture(params=["llama", "deepseek_v2"])
+@pytest.fixture(params=["llama", "deepseek_v2", "lara_mini"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -38,8 +38,8 @@ def model(family: str) -> Any:
 
 @pytest.fixture
 def daemon(model: Any, tmp_path: Path) -> Iterator[Daemon]:
-    pool = pool_settings(model.config, num_tokens=1600)
-    with Daemon(tmp_path, pool=pool, host={"num_tokens": 3200}, events={"enabled": False}) as daemon:
+    sections = settings(model.config, num_tokens=1600, num_states=24)
+    with Daemon(tmp_path, host={"num_tokens": 3200}, events={"enabled": False}, **sections) as daemon:
         yield daemon
 
 
@@ -86,7 +86,7 @@ def test_a_runner_that_is_killed_while_it_decodes_leaves_what_it_committed_and_n
         assert victim.process.exitcode == -signal.SIGKILL
         with pytest.raises(EOFError):  # it had not finished
             victim.hear()
-        until(lambda: daemon.pool()["leased"] == 0 and daemon.pool()["fenced"] == 0)
+        until(lambda: all(pool["leased"] == pool["fenced"] == 0 for pool in daemon.status()["pools"]))
         left = daemon.pool()
         assert (left["cached"], left["locked"]) == (7, 0)
         assert left["free"] == left["total"] - 7

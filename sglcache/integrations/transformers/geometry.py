@@ -34,6 +34,9 @@ STATES = ("conv", "ssm")
 INTERVAL = 1024
 """Tokens from one state that a runner commits to the next, where nothing is said."""
 
+ROOM = ("page_size", "num_tokens", "num_shards", "num_slots", "interval")
+"""What a daemon may have otherwise than `settings` proposes."""
+
 
 class Layers(NamedTuple):
     """A model's layers by what they keep: the model's number of each, in the pool's order."""
@@ -100,6 +103,8 @@ def settings(
     if layers.window:
         others = window if layers.full and window != full else {}
         found["window"] = {"size": _window_of(text, layers.window), "num_layers": len(layers.window), **others}
+        if not layers.full:  # whose pages are names: what takes the room is the window's
+            found["window"]["num_tokens"] = num_tokens
     if layers.mamba:
         if num_shards > 1:
             raise ConfigError(f"{text.model_type} keeps states; a model with states is not spread over shards here")
@@ -139,16 +144,16 @@ def state_modules(model: Any) -> dict[int, nn.Module]:
 def check_geometry(config: Any, dtype: str, member: Client | Worker) -> None:
     """ConfigError, with every difference: the daemon's pages are of another form than the model's KV."""
     wanted = settings(config, page_size=member.geometry.page_size, dtype=dtype, num_shards=member.geometry.num_shards)
-    pool = wanted["pool"]
-    row = {name: pool[name] for name in pool if name not in ("page_size", "num_tokens", "num_layers", "num_shards")}
-    want = {"pool.num_layers": pool["num_layers"], **(_under("pool", row) if pool["num_layers"] else {})}
+    sections = {name: {key: value for key, value in found.items() if key not in ROOM} for name, found in wanted.items()}
+    pool = sections["pool"]
+    row = {name: value for name, value in pool.items() if name != "num_layers"}
+    want = _under("pool", pool if pool["num_layers"] else {"num_layers": 0})
     have = _tokens_of("pool", member)
-    if "window" in wanted:
-        want |= _under("window", {**row, **wanted["window"]})
+    if "window" in sections:
+        want |= _under("window", {**row, **sections["window"]})
     if member.window is not None:
         have |= {"window.size": member.window.tokens, **_tokens_of("window", member.window)}
-    if "mamba" in wanted:
-        want |= {f"mamba.{name}": wanted["mamba"][name] for name in ("num_layers", "states")}
+    want |= _under("mamba", sections.get("mamba", {}))
     if member.mamba is not None:
         geometry = member.mamba.geometry
         states = [{"name": it.name, "shape": list(it.shape), "dtype": it.dtype} for it in geometry.states]

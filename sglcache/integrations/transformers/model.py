@@ -126,7 +126,7 @@ class PagedModel:
             module.forward = _by_request(module.forward)
         self.model = model.eval()
         self.member = member
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.vocab_size = int(text.vocab_size)
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Tensor:

@@ -88,7 +88,7 @@ class Runner:
 
     Where layers have windows, room for all of it would be many times what is needed at once. There pages come chunk by
     chunk and page by page, and what was slid past goes back with each commit; who finds none has the youngest start
-    over later, from what is cached by then.
+    over, from what is cached by then, once another is done.
 
     Where layers keep states, they are committed at multiples of the daemon's interval, where the match of full
     attention alone would have ended (others branch off there), at the last whole page of the prompt but its last token,
@@ -103,6 +103,7 @@ class Runner:
     _waiting: deque[Request] = field(default_factory=deque, init=False)
     _running: list[Request] = field(default_factory=list, init=False)
     _begun: list[_Begun] = field(default_factory=list, init=False)
+    _crowded: bool = field(default=False, init=False)  # one had to start over since another was done
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.step_tokens < self.max_running:
@@ -193,6 +194,7 @@ class Runner:
             self._commit(each.request, each.keep)
         self._record()
         finished = [request for request in self._running if request.done]
+        self._crowded = self._crowded and not finished
         self._running = [request for request in self._running if not request.done]
         return finished
 
@@ -223,6 +225,8 @@ class Runner:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_running:
+            if self._crowded and self._running:
+                return
             request = self._waiting[0]
             tokens = request.tokens
             options: AcquireOptions = request.namespace._asdict()  # type: ignore[assignment]
@@ -288,6 +292,7 @@ class Runner:
             except NoSpace:
                 youngest = self._running[-1]
                 self._start_over([youngest])
+                self._crowded = True
                 if not self._running:
                     raise
                 if youngest is request:
