@@ -192,8 +192,8 @@ def estimate(
         shares = [f"{100 * each[key]:.2f} %" for key in ("hit_rate", "estimated", "wrong_requests", "with_groups")]
         matched, promised, wrong, by_groups = shares
         over = f"{each['mean_over']:>8,.0f}{each['p99_over']:>8,.0f}"
-        window = f"{each['window'] or '':>7}"
-        click.echo(f"{each['kind']:<8}{window}{matched:>9}{promised:>12}{wrong:>10}{over}{by_groups:>11}")
+        seen = f"{each['window'] or '':>7}"
+        click.echo(f"{each['kind']:<8}{seen}{matched:>9}{promised:>12}{wrong:>10}{over}{by_groups:>11}")
     click.echo(_line({key: value for key, value in row.items() if key != "kinds"}))
     click.secho(_line(harness.facts()), dim=True)
     return 0
