@@ -33,6 +33,9 @@ BlockHashes: TypeAlias = Callable[[bytes, int, str | None, str | None], Iterable
 Groups: TypeAlias = Mapping[int, int | None]
 """By `group_idx`, above 0: the tokens of its window; None: it keeps states, each told by the block that it follows."""
 
+Hashes: TypeAlias = list[tuple[int, ...]]
+"""Block for block the hashes that it has."""
+
 MASK = (1 << 64) - 1
 HEAD, PARENT = 4, 8  # bytes of a key's parts; the tokens are the rest
 HAS_PARENT, BIGRAMS = 1 << 31, 1 << 30  # in the head, above the namespace's number
@@ -269,6 +272,7 @@ class _Rank:
         nothing = Match(0, {}, None if self.groups is None else 0)
         if not tiers:
             return nothing
+        path: Hashes | None = None if self.groups is None else []
         if self.withheld:
             if hashes is None:
                 raise ConfigError(
@@ -276,40 +280,41 @@ class _Rank:
                     "hash (hash_name=), or have it publish with events.token_ids"
                 )
             packed = ids.tobytes() if ids.typecode == "I" else b""  # ids past uint32 have no hash here
-            steps = self._by_hash(hashes(packed, self.block_size, *namespace), [held for _, held in tiers])
+            steps = self._by_hash(hashes(packed, self.block_size, *namespace), [held for _, held in tiers], path)
         else:
             space = self.spaces.find(namespace)
             if space is None:
                 return nothing
-            steps = self._by_tokens(self._blocks_of(ids), space, [held for _, held in tiers])
-        path: list[tuple[int, ...]] = []
+            steps = self._by_tokens(self._blocks_of(ids), space, [held for _, held in tiers], path)
+        blocks = 0
         longest = [0] * len(tiers)
-        for mask, block_hashes in steps:
-            path.append(block_hashes)
+        for blocks, mask in enumerate(steps, 1):
             for place in range(len(tiers)):
                 if mask >> place & 1:
-                    longest[place] = len(path)
+                    longest[place] = blocks
         size = self.block_size
         return Match(
-            len(path) * size,
+            blocks * size,
             {name: count * size for (name, _), count in zip(tiers, longest, strict=True) if count},
-            None if self.groups is None else self.groups.reach(path, size, only) * size,
+            None if self.groups is None or path is None else self.groups.reach(path, size, only) * size,
         )
 
     @staticmethod
-    def _by_hash(hashes: Iterable[int], tiers: list[dict[int, bytes]]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Per block that is there, a mask of the tiers that have all blocks so far, and its hash."""
+    def _by_hash(hashes: Iterable[int], tiers: list[dict[int, bytes]], path: Hashes | None) -> Iterator[int]:
+        """Per block that is there, a mask of the tiers that have all blocks so far; its hash is put on the path."""
         mask = (1 << len(tiers)) - 1
         for block_hash in hashes:
             here = sum((block_hash in tier) << place for place, tier in enumerate(tiers))
             if not here:
                 return
             mask &= here
-            yield mask, (block_hash,)
+            if path is not None:
+                path.append((block_hash,))
+            yield mask
 
     def _by_tokens(
-        self, blocks: Iterable[bytes], space: int, tiers: list[dict[int, bytes]]
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        self, blocks: Iterable[bytes], space: int, tiers: list[dict[int, bytes]], path: Hashes | None
+    ) -> Iterator[int]:
         """The same. Where one content has several hashes, each is a way on, with its own mask."""
         flags = space | BIGRAMS if self.bigrams else space
         head, child = flags.to_bytes(HEAD, "big"), (flags | HAS_PARENT).to_bytes(HEAD, "big")
@@ -317,7 +322,6 @@ class _Rank:
         ways = [(head, (1 << len(tiers)) - 1)]
         for tokens in blocks:
             onward: list[tuple[bytes, int]] = []
-            hashes: tuple[int, ...] = ()
             reached = 0
             for before, mask in ways:
                 key = before + tokens
@@ -331,11 +335,12 @@ class _Rank:
                             here |= 1 << place
                     if here:
                         onward.append((child + block_hash.to_bytes(PARENT, "big", signed=True), mask & here))
-                        hashes += (block_hash,)
                         reached |= mask & here
             if not onward:
                 return
-            yield reached, hashes
+            if path is not None:
+                path.append(tuple(int.from_bytes(key[-PARENT:], "big", signed=True) for key, _ in onward))
+            yield reached
             ways = onward
 
     def _blocks_of(self, ids: array[int]) -> Iterator[bytes]:
@@ -368,7 +373,7 @@ class _Groups:
         else:
             here.difference_update(event.block_hashes)
 
-    def reach(self, path: list[tuple[int, ...]], block_size: int, only: str | None) -> int:
+    def reach(self, path: Hashes, block_size: int, only: str | None) -> int:
         """How many of the blocks (the hashes of each) a runner can go on behind: the most that every group allows.
 
         A window allows it where all blocks that the next token's query sees are there, a state where there is one; both
