@@ -360,6 +360,22 @@ def test_a_lease_gets_all_that_it_needs_or_nothing(short: str) -> None:
     world.settle()
 
 
+def test_each_of_many_extends_is_for_itself() -> None:
+    """In order: one that finds too little of a companion beside those before it is refused, and no other."""
+    world = Hybrid(page_size=1, num_pages=40, companions=(Companion(SlidingWindow(2), 10), Companion(MambaState(), 3)))
+    runner = world.open_session()
+    one, two, three = (acquired(world, runner, range(at, at + 2)) for at in (0, 10, 20))
+    result = world.extend(
+        runner, [(one, pack(range(3)), 0, None, 2), (two, pack(range(2)), 0, None, 0), (three, b"", 0, None, 1)]
+    )
+    first, second, third = result.results  # type: ignore[attr-defined]
+    assert isinstance(second, NoSpace)
+    assert second.resource == "window"
+    assert (len(first), third) == (12, b"")
+    assert [len(lease.states[2]) for lease in (one, two, three)] == [2, 0, 1]
+    world.settle()
+
+
 @pytest.mark.parametrize("scarce", ["window", "mamba"])
 def test_an_acquire_waits_for_room_in_one_resource(scarce: str) -> None:
     """What it needs is locked by a copy of ours alone: it is served when that is over."""
@@ -451,4 +467,29 @@ def test_a_state_that_comes_late_is_copied_alone() -> None:
     assert sum(len(part.names) for copy in copies for part in copy.parts if part.resource == FULL) == 1
     world.quieten()
     assert {page.depth for page in world.seen.ready[world.cell(STATE, 1)]} == {3, 4, 7}
+    world.settle()
+
+
+@pytest.mark.parametrize("kind", ["window", "mamba"])
+def test_what_is_being_loaded_stays_on_the_host_until_it_is_there(kind: str) -> None:
+    """Others' copies need all that the host has of it meanwhile."""
+    if kind == "window":
+        world = swa(2, 24, num_pages=24, host_pages=40, host_slots=4)
+    else:
+        world = mamba(4, num_pages=24, host_pages=40, host_slots=1)
+    runner = world.open_session()
+    ends = [(STATE, 4)] if kind == "mamba" else []
+    put(world, runner, range(4), ends)
+    world.quieten()
+    pressed(world, runner, FULL, 4)
+    assert world.peek(range(4))[:2] == (0, 4)
+    lease = acquired(world, runner, range(4))
+    assert lease.load is not None
+    put(world, runner, range(200, 204), ends)
+    load = next(copy for copy in world.in_flight() if not copy.to_host)
+    for copy in world.in_flight():
+        if copy is not load:
+            world.copy_done(copy)
+    world.steps()
+    world.copy_done(load)  # it reads what it should
     world.settle()

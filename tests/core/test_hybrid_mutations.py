@@ -27,52 +27,54 @@ CROWDED = {"kind": "unified", "tiers": 2, "roomy": False}
 
 MUTATIONS = [
     # -- matching
-    mutation("a match ignores a companion", Companions, "agree", "all_agree = all_agree and may_end", "pass", **WINDOW),
+    mutation(
+        "a match ignores a companion",
+        Companions,
+        "agree",
+        "all_agree = all_agree and may_end",
+        "pass",
+        seed=8,
+        **WINDOW,
+    ),
     mutation(
         "the device alone matches what only the host has",
         Companions,
         "agree",
         "device_agrees = device_agrees and may_end",
         "pass",
+        seed=3,
         **LOADS,
     ),
-    mutation("a window is a page shorter", _ByPage, "step", "run >= min", "run + 1 >= min", **WINDOW),
-    mutation("a gap in a window is passed over", _ByPage, "step", "if present else 0", "if present else run", **WINDOW),
-    mutation("a state is good for the middle of its node", MambaState, "step", "present and whole", "present", **STATE),
+    mutation("a window is a page shorter", _ByPage, "step", "run >= min", "run + 1 >= min", seed=19, **WINDOW),
     mutation(
-        "what is being written to the host is matched",
-        Companions,
-        "agree",
-        " and not node.writing >> far & 1",
-        "",
-        **LOADS,
+        "a gap in a window is passed over",
+        _ByPage,
+        "step",
+        "if present else 0",
+        "if present else run",
+        seed=8,
+        **WINDOW,
+    ),
+    mutation(
+        "a state is good for the middle of its node",
+        MambaState,
+        "step",
+        "present and whole",
+        "present",
+        seed=4,
+        **STATE,
     ),
     mutation(
         "who reaches how far is told of all together", Companions, "agree", "if may_end:", "if all_agree:", **LOADS
     ),
     # -- splits and joins
     mutation(
-        "a split leaves the state with the upper half",
-        Tree,
-        "split",
-        "above[c], above[C + c] = None, 0",
-        "above[c], cells[c], above[C + c] = cells[c], None, 0",
-        **STATE,
-    ),
-    mutation(
-        "a split gives both halves the state's lock",
-        Tree,
-        "split",
-        "above[c], above[C + c] = None, 0",
-        "above[c] = None",
-        **STATE,
-    ),
-    mutation(
         "a node with a state is joined with what is below it",
         Tree,
         "_alike",
         "if above[c] is not None or above[C + c]:",
         "if False:",
+        seed=5,
         **STATE,
     ),
     mutation(
@@ -81,32 +83,106 @@ MUTATIONS = [
         "_alike",
         " or (above[c] is None) is not (below[c] is None)",
         "",
+        seed=15,
         **WINDOW,
+    ),
+    mutation(
+        "a split leaves the state with the upper half",
+        Tree,
+        "split",
+        "above[c], above[self.C + c] = None, 0",
+        "above[c], cells[c], above[self.C + c] = cells[c], None, 0",
+        seed=4,
+        **STATE,
+    ),
+    mutation(
+        "a split gives both halves the state's lock",
+        Tree,
+        "split",
+        "above[c], above[self.C + c] = None, 0",
+        "above[c] = None",
+        seed=2,
+        **STATE,
+    ),
+    mutation(
+        "those of one extend are promised the same slots",
+        Index,
+        "extend",
+        "self._refuse_slots(i, count, 0, (), more[i])",
+        "self._refuse_slots(i, count, 0, ())",
+        by=cases.test_each_of_many_extends_is_for_itself,
+        **WINDOW,
+    ),
+    mutation(
+        "the window of a match on the host is not locked",
+        Companions,
+        "open",
+        "if far is not None and host > window.first:",
+        "if False:",
+        by=lambda: cases.test_what_is_being_loaded_stays_on_the_host_until_it_is_there("window"),
+        **LOADS,
+    ),
+    mutation(
+        "the state of a match on the host is not locked",
+        Companions,
+        "open",
+        "if far is not None and host == matched:",
+        "if False:",
+        by=lambda: cases.test_what_is_being_loaded_stays_on_the_host_until_it_is_there("mamba"),
+        **LOADS,
+    ),
+    mutation(
+        "too many states on a path",
+        Companions,
+        "_thin",
+        "- kind.resource.max_per_path",
+        "- kind.resource.max_per_path - 1",
+        by=cases.test_a_path_keeps_so_many_states_and_the_deepest_of_them,
+        **STATE,
+    ),
+    mutation(
+        "a load brings a window's pages to one another's places",
+        Companions,
+        "grant",
+        "targets.append(run)",
+        "targets.insert(0, run)",
+        seed=48,
+        **LOADS,
     ),
     # -- eviction
     mutation("a tombstone's slot is nobody's", Companions, "drop", "pool.give(run)", "pass", **WINDOW),
-    mutation("a tombstone keeps its slot", Companions, "drop", "node.cells[c] = None", "pass", **WINDOW),
-    mutation("Full goes and its companions stay", Companions, "drop_with", "is not None", "is ...", **STATE),
+    mutation("a tombstone keeps its slot", Companions, "drop", "node.cells[c] = None", "pass", seed=8, **WINDOW),
+    mutation("Full goes and its companions stay", Companions, "drop_with", "is not None", "is ...", seed=7, **STATE),
     mutation(
         "Full leaves the host and its companions stay there",
         Companions,
         "drop_with",
         "self.T + tier, self",
         "self.T + tier + tier, self",
+        seed=1,
         **CROWDED,
     ),
-    mutation("a leaf of no use stays", Companions, "_useless", "return True", "return False", **WINDOW),
+    mutation("a leaf of no use stays", Companions, "_useless", "return True", "return False", seed=2, **WINDOW),
     mutation(
         "a leaf whose window's other pages went stays",
         Companions,
         "_useless",
         "left = 1 if resource.by_end else resource.reach",
         "left = 1",
+        seed=8,
         **WINDOW,
     ),
-    mutation("a leaf that somebody holds goes", Companions, "prune", "any(cells[C : 2 * C]) or ", "", **WINDOW),
     mutation(
-        "who lets go leaves what is of no use", Index, "_give_back", "companions.prune(lease.node)", "pass", **STATE
+        "a leaf that somebody holds goes", Companions, "prune", "any(cells[C : 2 * C]) or ", "", seed=42, **WINDOW
+    ),
+    mutation(
+        "who lets go leaves what is of no use",
+        Index,
+        "_give_back",
+        "companions.prune(lease.node)",
+        "pass",
+        seed=1,
+        **STATE,
     ),
     mutation(
         "an evicted companion is counted as cached",
@@ -114,6 +190,7 @@ MUTATIONS = [
         "drop",
         "pool.cached -= len(run) // SLOT_BYTES",
         "pass",
+        seed=2,
         **STATE,
     ),
     # -- room
@@ -131,23 +208,19 @@ MUTATIONS = [
         "needs",
         "pinned += stop - low",
         "pass",
+        seed=27,
         **WINDOW,
     ),
-    mutation("room is made for Full alone", Index, "_make_room", "self.companions.make_room(more)", "True", **STATE),
+    mutation(
+        "room is made for Full alone", Index, "_make_room", "self.companions.make_room(more)", "True", seed=2, **STATE
+    ),
     mutation(
         "an extend is not refused for want of a companion",
         Index,
         "extend",
         "self._refuse_slots(i, count, 0, (), more[i])",
         "pass",
-        **WINDOW,
-    ),
-    mutation(
-        "those of one extend are promised the same slots",
-        Index,
-        "extend",
-        "self._refuse_slots(i, count, 0, (), more[i])",
-        "self._refuse_slots(i, count, 0, ())",
+        seed=8,
         **WINDOW,
     ),
     # -- what a lease holds
@@ -157,15 +230,8 @@ MUTATIONS = [
         "open",
         "if lease.committed > window.first:",
         "window.pinned = lease.committed\n            if False:",
+        seed=1,
         **WINDOW,
-    ),
-    mutation(
-        "the window of a match on the host is not locked",
-        Companions,
-        "open",
-        "if far is not None and host > window.first:",
-        "if False:",
-        **LOADS,
     ),
     mutation(
         "the state of a match is not locked",
@@ -174,6 +240,7 @@ MUTATIONS = [
         "state.source = end",
         "pass",
         Edit(Companions, "open", "self.order(near).hold(end, 1)", "pass"),
+        seed=2,
         **STATE,
     ),
     mutation(
@@ -190,6 +257,7 @@ MUTATIONS = [
         "_slide",
         "if stop > held.pinned:",
         "stop = min(stop + 1, lease.committed)\n        if stop > held.pinned:",
+        seed=2,
         **WINDOW,
     ),
     mutation("a window never slides", Companions, "_slide", "if first <= held.first:", "if True:", **WINDOW),
@@ -200,6 +268,7 @@ MUTATIONS = [
         "held.source = None",
         "pass",
         Edit(Companions, "_read", "self.order(kind.device).let_go(held.source, 1)", "pass"),
+        seed=2,
         **STATE,
     ),
     mutation(
@@ -209,6 +278,7 @@ MUTATIONS = [
         "for c, node, num_bytes in places:",
         "for c, node, num_bytes in places[:0]:",
         Edit(Companions, "unpin", "for c, node, num_bytes in places:", "for c, node, num_bytes in places[:0]:"),
+        seed=2,
         **LOADS,
     ),
     # -- commits
@@ -218,6 +288,7 @@ MUTATIONS = [
         "put_ends",
         "if node.cells[kind.device] is not None:",
         "if False:",
+        seed=2,
         **STATE,
     ),
     mutation(
@@ -228,9 +299,15 @@ MUTATIONS = [
         "pass",
         **STATE,
     ),
-    mutation("one slot is two states", Companions, "check_ends", " or (i, packed) in taken", "", **STATE),
+    mutation("one slot is two states", Companions, "check_ends", " or (i, packed) in taken", "", seed=1, **STATE),
     mutation(
-        "a window's page is taken that the tree has", Companions, "adopt", "if there is None:", "if True:", **WINDOW
+        "a window's page is taken that the tree has",
+        Companions,
+        "adopt",
+        "if there is None:",
+        "if True:",
+        seed=15,
+        **WINDOW,
     ),
     mutation(
         "a page that comes is counted twice",
@@ -238,6 +315,7 @@ MUTATIONS = [
         "_put",
         "pool.cached += count",
         "pool.cached += 2 * count",
+        seed=2,
         **STATE,
     ),
     mutation(
@@ -246,9 +324,12 @@ MUTATIONS = [
         "adopt",
         "there = node.cells[c]",
         "there = node.cells[c] or slots",
+        seed=1,
         **WINDOW,
     ),
-    mutation("nobody is told of the better page", Companions, "adopt", "held.renamed = True", "pass", **WINDOW),
+    mutation(
+        "nobody is told of the better page", Companions, "adopt", "held.renamed = True", "pass", seed=15, **WINDOW
+    ),
     mutation(
         "a duplicate is given back before anyone has read of it",
         Companions,
@@ -256,28 +337,29 @@ MUTATIONS = [
         "if 0 < number <= seen:",
         "if True:",
         Edit(Companions, "drop_duplicates", "if not 0 < each[0] <= seen", "if False"),
+        seed=2,
         **WINDOW,
     ),
-    mutation("what is before the floor is nobody's", Companions, "give_up", "pool.give(lost)", "pass", **WINDOW),
+    mutation(
+        "what is before the floor is nobody's", Companions, "give_up", "pool.give(lost)", "pass", seed=4, **WINDOW
+    ),
     mutation(
         "a page of the tree's is given up for a floor",
         Companions,
         "give_up",
         "for start, stop in held.owned:",
         "for start, stop in [(held.first, lease.num_pages)] if lease.num_pages > held.first else []:",
+        seed=6,
         **WINDOW,
     ),
     mutation(
-        "too many states on a path",
+        "a state that somebody reads makes place for another",
         Companions,
         "_thin",
-        "too_many -= 1",
-        "too_many = 0",
-        by=cases.test_a_path_keeps_so_many_states_and_the_deepest_of_them,
+        " or node.cells[lock]",
+        "",
+        seed=27,
         **STATE,
-    ),
-    mutation(
-        "a state that somebody reads makes place for another", Companions, "_thin", " or node.cells[lock]", "", **STATE
     ),
     # -- giving back
     mutation(
@@ -286,6 +368,7 @@ MUTATIONS = [
         "give_back",
         "self._give(kind, lease, bytes(held.slots))",
         "pass",
+        seed=1,
         **STATE,
     ),
     mutation(
@@ -294,6 +377,7 @@ MUTATIONS = [
         "give_back",
         "self._give(kind, lease, held.own)",
         "pass",
+        seed=1,
         **WINDOW,
     ),
     mutation(
@@ -302,6 +386,7 @@ MUTATIONS = [
         "end_session",
         "self.companions.fence(lease)",
         "self.companions.give_back(lease)",
+        seed=1,
         **STATE,
     ),
     mutation(
@@ -310,6 +395,7 @@ MUTATIONS = [
         "end_session",
         "self.companions.fence(lease)",
         "pass",
+        seed=1,
         **STATE,
     ),
     # -- the host
@@ -323,6 +409,7 @@ MUTATIONS = [
         Edit(Companions, "unwrite", "self.order(c - HOST).let_go(node, amount)", "pass"),
         Edit(Companions, "unwrite", "self.order(c - HOST).hold(ticket.end, ticket.depth - start)", "pass"),
         Edit(Companions, "let_go", "self.order(c).let_go(node, num_bytes)", "pass"),
+        seed=1,
         **CROWDED,
     ),
     mutation(
@@ -332,6 +419,7 @@ MUTATIONS = [
         "if node.cells[self.lock]:",
         "if node.cells[self.lock] and not node.cells[self.older]:",
         Edit(Places, "put", "self.pool.locked += len(node.cells[self.cell]) // SLOT_BYTES", "pass"),
+        seed=6,
         **CROWDED,
     ),
     mutation(
@@ -340,10 +428,17 @@ MUTATIONS = [
         "written",
         "node.writing &= ~(1 << c)",
         "pass",
+        seed=1,
         **LOADS,
     ),
     mutation(
-        "a copy that failed leaves its companions there", Companions, "unwrite", "node.cells[c] = None", "pass", **LOADS
+        "a copy that failed leaves its companions there",
+        Companions,
+        "unwrite",
+        "node.cells[c] = None",
+        "pass",
+        seed=54,
+        **LOADS,
     ),
     mutation(
         "a copy that failed keeps its companions' slots",
@@ -359,6 +454,7 @@ MUTATIONS = [
         "loaded",
         "if node.cells[kind.device] is None:",
         "if True:",
+        seed=80,
         **LOADS,
     ),
     mutation(
@@ -367,6 +463,7 @@ MUTATIONS = [
         "loaded",
         "if held.source is None:",
         "if False:",
+        seed=13,
         **LOADS,
     ),
     mutation(
@@ -375,14 +472,7 @@ MUTATIONS = [
         "grant",
         "if slot is None:",
         "if slot is None and on_host:",
-        **LOADS,
-    ),
-    mutation(
-        "a load brings another page of the window",
-        Companions,
-        "grant",
-        "sources.append(node.cells[kind.host][skip:])",
-        "sources.append(node.cells[kind.host][: len(node.cells[kind.host]) - skip])",
+        seed=9,
         **LOADS,
     ),
     mutation(
