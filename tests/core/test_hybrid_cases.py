@@ -493,3 +493,15 @@ def test_what_is_being_loaded_stays_on_the_host_until_it_is_there(kind: str) -> 
     world.steps()
     world.copy_done(load)  # it reads what it should
     world.settle()
+
+
+def test_each_companion_tells_how_far_it_alone_would_reach() -> None:
+    world = unified(2)
+    runner = world.open_session()
+    lease = acquired(world, runner, range(8), states=1)
+    # A state where the window is gone, and a window without a state: while somebody holds what no match can end in.
+    world.commit(runner, lease, ends=[(2, 4, lease.states[2][0])], floor=5)
+    assert world.peek(range(8)) == (0, 0, (8, 8, 4))
+    put(world, runner, range(7), [(2, 7)])
+    assert world.peek(range(8)) == (7, 7, (8, 8, 7))
+    world.settle()

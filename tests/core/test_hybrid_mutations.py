@@ -65,7 +65,13 @@ MUTATIONS = [
         **STATE,
     ),
     mutation(
-        "who reaches how far is told of all together", Companions, "agree", "if may_end:", "if all_agree:", **LOADS
+        "who reaches how far is told of all together",
+        Companions,
+        "agree",
+        "if may_end:",
+        "if all_agree:",
+        by=cases.test_each_companion_tells_how_far_it_alone_would_reach,
+        **LOADS,
     ),
     # -- splits and joins
     mutation(
