@@ -44,10 +44,12 @@ def serve(models: dict[str, Any], tmp_path: Path) -> Iterator[Serve]:
     """A daemon for a family, with room for so many tokens, tokens of windows, and states; twice that on the host."""
     found: list[Daemon] = []
 
-    def start(family: str, num_tokens: int, window: int, num_states: int, dtype: str = "float32") -> Daemon:
+    def start(
+        family: str, num_tokens: int, window: int, num_states: int, dtype: str = "float32", page_size: int = PAGE
+    ) -> Daemon:
         config = models[family].config
         sections = settings(
-            config, page_size=PAGE, num_tokens=num_tokens, dtype=dtype, interval=INTERVAL, num_states=num_states
+            config, page_size=page_size, num_tokens=num_tokens, dtype=dtype, interval=INTERVAL, num_states=num_states
         )
         if "window" in sections:
             sections["window"]["num_tokens"] = window
@@ -157,6 +159,22 @@ def test_a_prompt_far_longer_than_the_pool_of_the_window_goes_through_it(
             judge(models[family], request)
         assert requests[0].matched_tokens == 0
     assert at_rest(daemon)["counters"]["requests"] == 3
+
+
+def test_pages_that_two_computed_are_no_reason_to_start_over(models: dict[str, Any], serve: Serve) -> None:
+    """What was a duplicate stays the lease's until another event: where room is scarce, that comes first."""
+    daemon = serve("gemma3", 640, 64, 0, page_size=4)  # 16 pages of the window, which is 6
+    with daemon.client() as client:
+        runner = Runner(client, PagedModel(tiny.build("gemma3"), client), step_tokens=40, max_running=2)
+        prompt = tiny.prompt(58)
+        runner.submit(prompt[:24], max_new_tokens=1)
+        request = runner.submit(prompt, max_new_tokens=NUM_NEW, keep_logits=True)
+        runner.step()
+        runner.settle()
+        assert request.num_duplicates == 4
+        runner.run()
+        judge(models["gemma3"], request)
+    assert at_rest(daemon)["counters"]["requests"] == 2
 
 
 def test_a_window_s_room_is_all_that_a_long_answer_needs_of_it(models: dict[str, Any], serve: Serve) -> None:

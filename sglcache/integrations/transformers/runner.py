@@ -50,6 +50,7 @@ class Request:
     matched_tokens: int = 0  # served from the cache when it was admitted
     host_tokens: int = 0  # of them, from the host
     num_duplicates: int = 0  # pages that were computed here and known by the time of the commit
+    duplicates: bool = False  # there are some of the last commit's, which are the lease's until the next one
 
     @property
     def output(self) -> list[int]:
@@ -209,6 +210,7 @@ class Runner:
             committed = pending.wait()
             if committed is not None:
                 request.num_duplicates += committed.num_duplicates
+                request.duplicates = committed.num_duplicates > 0
 
     def close(self) -> None:
         """Drop what is waiting and running; what was committed stays cached."""
@@ -252,6 +254,7 @@ class Runner:
             request.loaded = lease.load is None
             request.goal = len(tokens)
             request.state = request.kept = None
+            request.duplicates = False
 
     def _choose(self) -> list[_Work]:
         """Who computes how many tokens: first all that decode, so that a long prompt holds up nobody."""
@@ -290,6 +293,8 @@ class Runner:
             try:
                 lease.extend(request.tokens[len(lease.tokens) : upto].tobytes(), upto=upto)
             except NoSpace:
+                if self._give_back_duplicates():
+                    continue
                 youngest = self._running[-1]
                 self._start_over([youngest])
                 self._crowded = True
@@ -299,6 +304,16 @@ class Runner:
                     return False
                 self.settle()
         return True
+
+    def _give_back_duplicates(self) -> bool:
+        """Whether there were any: of leases, pages that the cache had already. An event behind their last use is due."""
+        held = [request for request in self._running if request.duplicates]
+        for request in held:
+            assert request.lease is not None
+            self._begun.append(_Begun(request.lease.commit_begin(request.committed), request))
+        self._record()
+        self.settle()
+        return bool(held)
 
     def _state_slots(self, request: Request, end: int) -> tuple[int | None, int | None]:
         """Own slots for the states after so many tokens: to go on from, and for the cache, where it is to have them."""
