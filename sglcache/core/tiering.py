@@ -250,11 +250,11 @@ class Backups:
                 index.pools[c].fenced -= len(slots) // SLOT_BYTES
                 index.pools[c].give(slots)
         elif ticket.ok:
-            if companions is not None:
-                companions.written(ticket)
             for node in self.sent(ticket.end, ticket.num_pages):
                 node.writing &= ~WRITING
                 index.change(HOST, node, True)
+            if companions is not None:
+                companions.written(ticket)
             if index.l3 is not None:
                 index.l3.backed_up(ticket.end, ticket.num_pages)
             orders[HOST].unpin(ticket.end)
