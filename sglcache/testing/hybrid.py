@@ -925,7 +925,7 @@ class Hybrid:
     def held_slots(self, r: int) -> int:
         return sum(len(lease.own[r]) for lease in self._leases())
 
-    def _check_refusal(self, error: SglcacheError, need: Sequence[int], room: Sequence[int]) -> None:
+    def _check_refusal(self, error: object, need: Sequence[int], room: Sequence[int]) -> None:
         assert isinstance(error, NoSpace), f"{error!r}"
         r = [kind.name for kind in self.kinds].index(error.resource)
         assert need[r] > room[r], f"{error!r}: {need[r]} are needed, {room[r]} can be had"
@@ -1436,13 +1436,20 @@ class Hybrid:
             assert writes, f"{self.waiting[0]} waits for nothing"
 
     def check_mirror(self) -> None:
-        """What the stream has told is where Full is, tier by tier; nothing is told of companions."""
+        """What the stream has told is what is there, tier by tier; of companions, if they are groups."""
         if not self.config.events:
             return
         for tier in range(self.num_tiers):
             held = {page for page in self.seen.ready[self.cell(FULL, tier)] if page.namespace[1] is None}
             mirror = self.subscriber.present[tier]
             assert mirror == held, f"tier {tier}: the mirror has {mirror - held} more, lacks {held - mirror}"
+        for c, (r, tier) in enumerate(self.cells):
+            if r == FULL:
+                continue
+            told = r <= len(self.config.format.groups)
+            held = {page for page in self.seen.ready[c] if told and page.namespace[1] is None}
+            mirror = self.subscriber.beside.get((r, tier), set())
+            assert mirror == held, f"group {r}, tier {tier}: the mirror has {mirror - held} more, lacks {held - mirror}"
 
     def quieten(self) -> None:
         """Until nothing is under way."""

@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from sglcache.core.encoding import Format, Group
 from sglcache.core.index import IndexConfig
 from sglcache.core.key import Namespace
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
@@ -51,6 +52,12 @@ def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
         state = MambaState(choose.item((0, 0, 1, 2)))
         companions.append(Companion(state, choose.item((6, 4, 9)), slots(2, 4, 8)))
     host_pages = slots(4, 8, 14, 24)
+    groups = []
+    if not choose.integer(0, 2):  # they are told of
+        for number, each in enumerate(companions, 1):
+            resource = each.resource
+            window = None if resource.by_end else resource.reach * page_size
+            groups.append(Group(number, resource.name, window, resource.by_end))
     slices: dict[str, int] = {}
     if choose.integer(0, 3) == 3:
         slices = {"evict_slice": choose.integer(1, 3), "cut_slice": choose.integer(1, 4)}
@@ -59,6 +66,7 @@ def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
         "num_pages": choose.item((14, 14, 18, 24)),
         "host_pages": host_pages,
         **({"companions": tuple(companions)} if companions else {}),
+        "format": Format(groups=tuple(groups)),
         "max_batch_blocks": choose.item((4096, 3)),
         "bigram": choose.integer(0, 3) == 3,
         "eviction": policy(choose, page_size) if not choose.integer(0, 2) else policy(choose, page_size, "lru"),
@@ -136,7 +144,8 @@ class Program:
 
     def ends(self, choose: Chooser, lease: Lease, pages: int) -> list[tuple[int, int, int]]:
         """States for a commit of so many pages: at its end, where the match met a branch, or anywhere."""
-        world, ends = self.world, []
+        world = self.world
+        ends: list[tuple[int, int, int]] = []
         promised = {(r, slot) for item in lease.runner.items if item.lease is lease for r, _, slot in item.ends}
         most = max(pages, lease.committed)
         for r in world.by_end:

@@ -17,6 +17,7 @@ EXTERNAL = 3
 MEDIA = {"GPU": 0, "CPU_PINNED": 1, "DISK": 2, "EXTERNAL": 3}  # the wire's word -> the tier's number
 STORED_KEYS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 STORED_OPTIONS = ("cache_salt", "session_id", "lora_name")
+GROUP_KEYS = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")  # of what is told beside full KV
 
 
 class Subscriber:
@@ -33,6 +34,7 @@ class Subscriber:
         self.rank = rank
         self.max_batch_blocks = max_batch_blocks
         self.present: list[set[Page]] = [set(), set(), set(), set()]
+        self.beside: dict[tuple[int, int], set[Page]] = {}  # of other groups: (group, tier) -> where they are
         self.said: Counter[tuple[int, Page]] = Counter()
         self.clears = 0
         self.ts = 0.0
@@ -65,6 +67,7 @@ class Subscriber:
             if event["type"] == "AllBlocksCleared":
                 assert set(event) == {"type"}
                 self.present = [set(), set(), set(), set()]
+                self.beside.clear()
                 self.said.clear()
                 self.clears += 1
             elif event["type"] == "BlockStored":
@@ -81,7 +84,8 @@ class Subscriber:
     def _stored(self, event: dict[str, Any]) -> int:
         keys = tuple(event)
         options = tuple(key for key in STORED_OPTIONS if key in event)
-        assert keys == STORED_KEYS + options, f"keys of a BlockStored: {keys}"
+        group = tuple(key for key in GROUP_KEYS if key in event)
+        assert keys == STORED_KEYS + options + group, f"keys of a BlockStored: {keys}"
         assert all(event[key] for key in options), f"an empty option is no option: {event}"
         assert event["lora_id"] is None
         assert event["block_size"] == self.page_size
@@ -102,6 +106,13 @@ class Subscriber:
             assert page.namespace == (event.get("lora_name"), None, event.get("cache_salt")), f"{page}: {event}"
             want = None if page.parent is None else page.parent.hash
             assert parent_hash == want, f"{page} was announced under {parent_hash}, its parent is {want}"
+            if group:
+                beside = self.beside.setdefault((event["group_idx"], tier), set())
+                assert page not in beside, f"{page} was stored twice in tier {tier}, group {event['group_idx']}"
+                assert page in self.present[tier], f"{page}, group {event['group_idx']}: told of before full KV"
+                beside.add(page)
+                parent_hash = value
+                continue
             if tier < EXTERNAL:  # of which only hints are told
                 known = page.parent is None or page.parent in self.present[tier]
                 assert known, f"{page} was announced before its parent"
@@ -114,11 +125,18 @@ class Subscriber:
         return len(hashes)
 
     def _removed(self, event: dict[str, Any]) -> int:
-        assert tuple(event) == ("type", "block_hashes", "medium"), f"keys of a BlockRemoved: {tuple(event)}"
+        keys = ("type", "block_hashes", "medium", *(["group_idx"] if "group_idx" in event else []))
+        assert tuple(event) == keys, f"keys of a BlockRemoved: {tuple(event)}"
         assert event["type"] == "BlockRemoved"
         tier = MEDIA[event["medium"]]
         present = self.present[tier]
         assert event["block_hashes"]
+        if "group_idx" in event:
+            beside = self.beside.get((event["group_idx"], tier), set())
+            for page in (self.book.by_hash[value] for value in event["block_hashes"]):
+                assert page in beside, f"{page} was removed from tier {tier}, group {event['group_idx']}: not there"
+                beside.remove(page)
+            return len(event["block_hashes"])
         # One event is one node or several, each listed first page first: children are looked for behind the event.
         gone = [self.book.by_hash[value] for value in event["block_hashes"]]
         for page in gone:
@@ -128,12 +146,15 @@ class Subscriber:
         parents = set(gone)
         orphans = [page for page in present if page.parent in parents]
         assert not orphans, f"removed from tier {tier} while children are there: {orphans}"
+        for (group, where), beside in self.beside.items():
+            left = beside.intersection(gone) if where == tier else ()
+            assert not left, f"full KV of {left} was removed from tier {tier} before group {group}'s"
         return len(gone)
 
 
 def joinable(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether a coalescer that follows SGLang's rules would have made one event of these two neighbours."""
-    if a["type"] != b["type"] or a.get("medium") != b.get("medium"):
+    if a["type"] != b["type"] or a.get("medium") != b.get("medium") or a.get("group_idx") != b.get("group_idx"):
         return False
     if a["type"] == "BlockRemoved":
         return True
