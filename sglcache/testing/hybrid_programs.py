@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-
 from sglcache.core.encoding import Format, Group
-from sglcache.core.index import IndexConfig
 from sglcache.core.key import Namespace
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.core.tiering import WRITE_POLICIES, WritePolicy
 from sglcache.errors import BadRequest, SessionEnded, UnknownLease, UnknownSession
-from sglcache.testing.hybrid import FULL, Hybrid, Lease, Runner, Sent
-from sglcache.testing.machine import DrawnChooser
+from sglcache.testing.hybrid import Hybrid
+from sglcache.testing.hybrid_model import FULL, Lease, Runner, Sent
 from sglcache.testing.pages import TOKEN_BYTES
 from sglcache.testing.programs import TOKENS, Chooser, SeededChooser, policy, prompt
 from sglcache.units import LeaseId, SessionId, Tier
@@ -55,9 +51,9 @@ def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
     groups = []
     if not choose.integer(0, 2):  # they are told of
         for number, each in enumerate(companions, 1):
-            resource = each.resource
-            window = None if resource.by_end else resource.reach * page_size
-            groups.append(Group(number, resource.name, window, resource.by_end))
+            by_end = each.resource.by_end
+            size = None if by_end else each.resource.reach * page_size
+            groups.append(Group(number, each.resource.name, size, by_end))
     slices: dict[str, int] = {}
     if choose.integer(0, 3) == 3:
         slices = {"evict_slice": choose.integer(1, 3), "cut_slice": choose.integer(1, 4)}
@@ -408,63 +404,3 @@ def run(seed: int, steps: int = 100, **fixed: Any) -> Hybrid:
         program.step(choose)
     program.world.settle()
     return program.world
-
-
-class HybridMachine(RuleBasedStateMachine):
-    """The same steps in whatever order hypothesis likes, which makes a short program of what it finds."""
-
-    fixed: dict[str, Any] = {}  # noqa: RUF012  # subclasses replace it whole
-    program: Program
-
-    @initialize(data=st.data())
-    def start(self, data: st.DataObject) -> None:
-        choose = DrawnChooser(data)
-        self.program = Program(Hybrid(**settings(choose, **self.fixed)))
-        self.program.open(choose)
-
-    @rule(data=st.data())
-    def put(self, data: st.DataObject) -> None:
-        self.program.put(DrawnChooser(data))
-
-    @rule(data=st.data())
-    def acquire(self, data: st.DataObject) -> None:
-        self.program.acquire(DrawnChooser(data))
-
-    @precondition(lambda self: self.program.open_leases())
-    @rule(data=st.data(), what=st.sampled_from(("commit", "commit", "release", "extend", "cancel")))
-    def of_a_lease(self, data: st.DataObject, what: str) -> None:
-        self.program.actions[what][1](DrawnChooser(data))
-
-    @precondition(lambda self: self.program.unsent())
-    @rule(data=st.data())
-    def issue(self, data: st.DataObject) -> None:
-        self.program.issue(DrawnChooser(data))
-
-    @precondition(lambda self: self.program.undone())
-    @rule(data=st.data())
-    def event(self, data: st.DataObject) -> None:
-        self.program.event(DrawnChooser(data))
-
-    @precondition(lambda self: self.program.world.in_flight())
-    @rule(data=st.data())
-    def ack(self, data: st.DataObject) -> None:
-        self.program.ack(DrawnChooser(data))
-
-    @precondition(lambda self: self.program.world.index.busy)
-    @rule()
-    def step(self) -> None:
-        self.program.world.step()
-
-    @rule(
-        data=st.data(),
-        what=st.sampled_from(("peek", "read", "cut", "pin", "unpin", "open", "stranger", "end", "gone", "clear")),
-    )
-    def other(self, data: st.DataObject, what: str) -> None:
-        self.program.actions[what][1](DrawnChooser(data))
-
-    @rule()
-    def settle(self) -> None:
-        self.program.world.settle()
-
-
-__all__ = ["KINDS", "HybridMachine", "IndexConfig", "Program", "run", "settings"]

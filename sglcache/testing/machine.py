@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from sglcache.testing import hybrid_programs
+from sglcache.testing.hybrid import Hybrid
 from sglcache.testing.programs import Program, settings
 from sglcache.testing.rig import Rig
 
@@ -145,3 +147,60 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.program.rig.settle()
+
+
+class HybridMachine(RuleBasedStateMachine):
+    """The same steps in whatever order hypothesis likes, which makes a short program of what it finds."""
+
+    fixed: dict[str, Any] = {}  # noqa: RUF012  # subclasses replace it whole
+    program: hybrid_programs.Program
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        choose = DrawnChooser(data)
+        self.program = hybrid_programs.Program(Hybrid(**hybrid_programs.settings(choose, **self.fixed)))
+        self.program.open(choose)
+
+    @rule(data=st.data())
+    def put(self, data: st.DataObject) -> None:
+        self.program.put(DrawnChooser(data))
+
+    @rule(data=st.data())
+    def acquire(self, data: st.DataObject) -> None:
+        self.program.acquire(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.open_leases())
+    @rule(data=st.data(), what=st.sampled_from(("commit", "commit", "release", "extend", "cancel")))
+    def of_a_lease(self, data: st.DataObject, what: str) -> None:
+        self.program.actions[what][1](DrawnChooser(data))
+
+    @precondition(lambda self: self.program.unsent())
+    @rule(data=st.data())
+    def issue(self, data: st.DataObject) -> None:
+        self.program.issue(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.undone())
+    @rule(data=st.data())
+    def event(self, data: st.DataObject) -> None:
+        self.program.event(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.world.in_flight())
+    @rule(data=st.data())
+    def ack(self, data: st.DataObject) -> None:
+        self.program.ack(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.world.index.busy)
+    @rule()
+    def step(self) -> None:
+        self.program.world.step()
+
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(("peek", "read", "cut", "pin", "unpin", "open", "stranger", "end", "gone", "clear")),
+    )
+    def other(self, data: st.DataObject, what: str) -> None:
+        self.program.actions[what][1](DrawnChooser(data))
+
+    @rule()
+    def settle(self) -> None:
+        self.program.world.settle()

@@ -15,7 +15,8 @@ import pytest
 from sglcache.core.key import ROOT
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.errors import NoSpace
-from sglcache.testing.hybrid import FULL, Hybrid, Lease, Runner, pack
+from sglcache.testing.hybrid import Hybrid
+from sglcache.testing.hybrid_model import FULL, Lease, Runner, pack
 
 WINDOW, STATE = 1, 1  # the number of the resource where it is the only companion
 

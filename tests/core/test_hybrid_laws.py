@@ -15,7 +15,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from sglcache.core import eventlog, eviction, index, slots, tree
 from sglcache.core.tiering import WritePolicy
-from sglcache.testing.hybrid_programs import HybridMachine, run
+from sglcache.testing.hybrid_programs import run
+from sglcache.testing.machine import HybridMachine
 
 DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
 
