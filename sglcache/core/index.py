@@ -1493,6 +1493,7 @@ class Index:
             duplicates = self._adopt(lease, op.num_pages)
         else:
             before = lease.committed
+            self._moves += 1  # locks, and slots of the lease's own, whether pages of Full come or not
             if op.floor:
                 companions.give_up(lease, op.floor)
             duplicates = self._adopt(lease, op.num_pages)
