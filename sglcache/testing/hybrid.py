@@ -93,6 +93,7 @@ class Hybrid:
         self._known: Known = {}
         self.seen = look(self.index, self.book, self.kinds, self.num_tiers, self._known)
         self._print: object = None
+        self.revision: object = None
         self.turn(lambda: None)
 
     def cell(self, r: int, tier: int) -> int:
@@ -115,7 +116,10 @@ class Hybrid:
                 result = exc
                 assert self._fingerprint() == self._print, f"{result!r} changed something"
             effects = self._drain()
+            revision, self.revision = self.revision, self.index.revision
             self.before, self.seen = self.seen, look(self.index, self.book, self.kinds, self.num_tiers, self._known)
+            if self.before != self.seen:
+                assert revision != self.revision, "the books have changed, `revision` has not"
             # By cell: what may have come in this turn, and with which slot.
             self.coming: list[Places] = [{} for _ in self.cells]
             self.ended_something = False  # a lease is over, and what it alone held may have gone
@@ -533,12 +537,13 @@ class Hybrid:
         return self.next_request
 
     def reached(self, path: Sequence[Page], now: bool = True) -> Reached:
-        """What a match would find, and is worth loading."""
-        reached = self.oracle.reach(self.seen, path)
-        config = self.config
-        if (reached.matched - reached.device) * self.page_size < config.load_back_threshold:
-            reached = reached._replace(matched=reached.device)
-        return reached
+        """What a match would find, and is worth loading. `now`: with the loads that are under way."""
+        reached, config = self.oracle.reach(self.seen, path), self.config
+        pages = reached.matched - reached.device
+        loading = sum(len(lease.loading[FULL]) for lease in self._leases() if lease.load is not None)
+        few = pages * self.page_size < config.load_back_threshold
+        many = now and 0 < config.load_back_quota < pages + loading
+        return reached._replace(matched=reached.device) if pages and (few or many) else reached
 
     def acquire(
         self,
@@ -1223,6 +1228,15 @@ class Hybrid:
             return
         unanswered = [*self.waiting, *self.asked, *self.cancels]
         assert not unanswered, f"these were not answered: {unanswered}"
-        for pool in self.index.stats().pools:
+        stats = self.index.stats()
+        for c, pool in enumerate(stats.pools):
             assert (pool.locked, pool.leased, pool.fenced) == (0, 0, 0), f"something is held by nobody: {pool}"
             assert pool.free + pool.cached == pool.total
+            r, tier = self.cells[c]
+            if r != FULL and tier == DEVICE and not self.num_hits.get("cleared"):
+                came, went = (
+                    stats.counters[f"{pool.resource}_{what}"] for what in ("committed_slots", "evicted_device_slots")
+                )
+                assert came - went == pool.cached, (
+                    f"{came} slots came, {went} went, and {pool.cached} are there: {pool}"
+                )

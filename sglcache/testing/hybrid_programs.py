@@ -68,6 +68,7 @@ def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
         "eviction": policy(choose, page_size) if not choose.integer(0, 2) else policy(choose, page_size, "lru"),
         "host_eviction": policy(choose, page_size) if not choose.integer(0, 2) else policy(choose, page_size, "lru"),
         "write_policy": WritePolicy(choose.item((WRITE_POLICIES[0], *WRITE_POLICIES)), choose.integer(1, 3)),
+        "load_back_quota": choose.item((0, 0, 0, 3)),
         "load_back_threshold": choose.item((0, 0, 0, 2 * page_size)),
         **slices,
         **fixed,

@@ -289,6 +289,14 @@ MUTATIONS = [
     ),
     # -- commits
     mutation(
+        "the books stand still over a commit that only slides",
+        Index,
+        "_commit",
+        "self._moves += 1",
+        "pass",
+        **STATE,
+    ),
+    mutation(
         "a state is taken that the tree has",
         Companions,
         "put_ends",
