@@ -535,12 +535,15 @@ class Companions:
             if isinstance(held, ByEnd):
                 continue
             end, node = lease.committed, lease.node
-            while held.owned and node is not None and node.parent is not None and end > held.owned[0][0]:
+            while node is not None and node.parent is not None:
+                for first, stop in reversed(held.owned):
+                    if first < end:
+                        break
+                else:
+                    break
                 start = end - node.num_bytes // page_bytes
-                at = max((stop for first, stop in held.owned if first < end), default=0)
-                mine = at >= end
-                if mine:
-                    at = next(first for first, stop in held.owned if first < end <= stop)
+                mine = stop >= end
+                at = first if mine else stop
                 if start < at < end:
                     head = tree.split(node, (at - start) * page_bytes)
                     start = at

@@ -1153,6 +1153,8 @@ class Index:
 
     def promised(self, r: int) -> int:
         """Slots of a resource that those who wait will get: they come first."""
+        if not self._waiting:
+            return 0
         if r == 0:
             return sum(waiting.num_fresh for waiting in self._waiting)
         return sum(waiting.more[r - 1] for waiting in self._waiting)

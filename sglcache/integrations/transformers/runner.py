@@ -306,7 +306,7 @@ class Runner:
         return True
 
     def _give_back_duplicates(self) -> bool:
-        """Whether there were any: of leases, pages that the cache had already. An event behind their last use is due."""
+        """Whether there were any: pages of leases that the cache had already. An event behind their last use is due."""
         held = [request for request in self._running if request.duplicates]
         for request in held:
             assert request.lease is not None
