@@ -536,11 +536,10 @@ class Companions:
                 continue
             end, node = lease.committed, lease.node
             while node is not None and node.parent is not None:
-                for first, stop in reversed(held.owned):
-                    if first < end:
-                        break
-                else:
+                before_end = [each for each in held.owned if each[0] < end]
+                if not before_end:
                     break
+                first, stop = before_end[-1]
                 start = end - node.num_bytes // page_bytes
                 mine = stop >= end
                 at = first if mine else stop
