@@ -455,7 +455,11 @@ def _show_status(facts: dict[str, Any]) -> None:
     for tier, kept in (("device", "demoted"), ("host", "unbacked"))[: len(tiers)]:
         names = (f"evicted_{tier}_pages", f"{kept}_pages", f"cleared_{tier}_pages")
         evicted, moved, cleared = (counters[name] for name in names)
-        console.print(f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {cleared:,} cleared")
+        pruned = counters.get(f"pruned_{tier}_pages", 0)
+        more = f", {pruned:,} pruned" if pruned else ""
+        console.print(
+            f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {cleared:,} cleared{more}"
+        )
     for companion in companions:
         prefix = f"{companion}_"
         own = {key.removeprefix(prefix): count for key, count in counters.items() if key.startswith(prefix) and count}

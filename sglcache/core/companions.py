@@ -44,12 +44,15 @@ LOOK = 16  # nodes
 COUNTERS = (  # of each companion, behind its name
     "committed_slots",
     "duplicate_slots",
-    "evicted_device_slots",
+    "evicted_device_slots",  # to make room, with Full or alone, and the host has none of them,
+    "demoted_slots",  # or has
     "evicted_host_slots",
+    "unbacked_slots",  # the device has them
     "backup_slots",
     "backup_slots_skipped",
     "load_slots",
 )
+PRUNED = ("pruned_device_pages", "pruned_host_pages")  # of Full, in place of what it would be counted as otherwise
 
 
 class Kind(NamedTuple):
@@ -98,7 +101,7 @@ class Companions:
 
     @staticmethod
     def counters(companions: Sequence[Companion]) -> list[str]:
-        return [*(f"{each.resource.name}_{name}" for each in companions for name in COUNTERS), "pruned_pages"]
+        return [*(f"{each.resource.name}_{name}" for each in companions for name in COUNTERS), *PRUNED]
 
     def order(self, c: int) -> Places:
         order = self.index.orders[c]
@@ -280,8 +283,10 @@ class Companions:
         pool.give(run)
         self.index.moved()
         if gone:
-            kind = self.kinds[c // self.T - 1]
-            self.count(kind, ("evicted_device_slots", "evicted_host_slots")[c % self.T], len(run) // SLOT_BYTES)
+            kind, tier = self.kinds[c // self.T - 1], c % self.T
+            kept = self.T > HOST and node.cells[kind.device + 1 - tier] is not None
+            what = (("evicted_device_slots", "demoted_slots"), ("evicted_host_slots", "unbacked_slots"))[tier][kept]
+            self.count(kind, what, len(run) // SLOT_BYTES)
 
     def drop_with(self, tier: int, node: Node, gone: bool) -> None:
         """Full leaves the tier: nothing of the node stays there."""
@@ -304,10 +309,9 @@ class Companions:
             if any(cells[C : 2 * C]) or not self._useless(node):
                 return
             parent = node.parent
-            index.counters["pruned_pages"] += node.num_bytes // self.page_bytes
             for tier in range(self.T):
                 if node.parent is not None and node.cells[tier] is not None:
-                    index.drop(tier, node)
+                    index.drop(tier, node, pruned=True)
             node = parent if node.parent is None else None
 
     def _useless(self, leaf: Node) -> bool:

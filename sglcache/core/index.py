@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglcache.core import hashing
-from sglcache.core.companions import Companions, Need
+from sglcache.core.companions import PRUNED, Companions, Need
 from sglcache.core.effects import (
     Committed,
     Copy,
@@ -610,8 +610,8 @@ class Index:
             num_pages = min(num_pages, self.keys.whole(held.num_bytes) // self.page_bytes)
         op = Operation(request, held, ticket, seen, num_pages, release=False)
         if self.companions is not None:
-            if floor is not None and floor < 0:
-                raise BadRequest(f"floor {floor} is below 0", floor=floor)
+            if floor is not None and not 0 <= floor <= have:
+                raise BadRequest(f"floor {floor} is not in 0..{have}, the lease's tokens", floor=floor, have=have)
             before = [each for each in s.queue if each.lease is held]
             promised = {(i, slot) for each in before for i, _, slot in each.ends}
             end = max([num_pages, held.committed, *[each.num_pages for each in before]])
@@ -1227,6 +1227,8 @@ class Index:
         pool = self.pools[c]
         name = self.resources[c].name
         what = "slots" if c else "pages"
+        if need > pool.total:
+            remedy = f"it never has so many: grow the pool, or ask for fewer {what} at once"
         return NoSpace(
             f"{name}/DEVICE: need {need} {what}; of {pool.total}, {pool.free} are free, {pool.cached} cached and "
             f"{locked} of these locked, {pool.leased} leased, {pool.fenced} fenced, {promised} promised; {remedy}",
@@ -1746,10 +1748,10 @@ class Index:
                 companions.dropped(node, parent)
         return pool.free >= num_pages
 
-    def drop(self, c: int, node: Node, cleared: bool = False) -> None:
+    def drop(self, c: int, node: Node, cleared: bool = False, pruned: bool = False) -> None:
         """Take an unlocked cell from a node, which has no descendant with one; the node goes with its last cell.
 
-        `cleared`: by a clear, not to make room.
+        `cleared`: by a clear, not to make room; `pruned`: nor for that, but since it is of no use any more.
         """
         tree, pool = self.tree, self.pools[c]
         run = node.cells[c]
@@ -1763,8 +1765,11 @@ class Index:
         pool.give(run)
         kept = self.T > HOST and node.cells[1 - c] is not None
         counters = self.counters
-        counters["evicted_nodes"] += not cleared
-        counters[LEFT[c][2 if cleared else kept]] += pages
+        if pruned:
+            counters[PRUNED[c]] += pages
+        else:
+            counters["evicted_nodes"] += not cleared
+            counters[LEFT[c][2 if cleared else kept]] += pages
         if kept:
             return
         parent = node.parent

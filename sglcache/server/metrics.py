@@ -32,7 +32,8 @@ LEFT = "sglcache_removed_pages"
 FULL = {"resource": "full"}
 WHY_LEFT = (
     "Cached pages that left a tier: evicted to make room, and no tier has them; demoted to make room on the device, "
-    "the host has them; unbacked to make room on the host, the device has them; cleared by a clear."
+    "the host has them; unbacked to make room on the host, the device has them; cleared by a clear; pruned where a window "
+    "or a state has gone, so that no match can end with them."
 )
 
 # The index's counters: its name for one, ours, the labels that tell it from its siblings, the help.
@@ -58,12 +59,8 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("evicted_host_pages", LEFT, {**FULL, "tier": "host", "reason": "evicted"}, WHY_LEFT),
     ("unbacked_pages", LEFT, {**FULL, "tier": "host", "reason": "unbacked"}, WHY_LEFT),
     ("cleared_host_pages", LEFT, {**FULL, "tier": "host", "reason": "cleared"}, WHY_LEFT),
-    (
-        "pruned_pages",
-        "sglcache_pruned_pages",
-        {},
-        "Of the evicted pages of full KV, those in which no match could end any more for want of a window or a state.",
-    ),
+    ("pruned_device_pages", LEFT, {**FULL, "tier": "device", "reason": "pruned"}, WHY_LEFT),
+    ("pruned_host_pages", LEFT, {**FULL, "tier": "host", "reason": "pruned"}, WHY_LEFT),
     ("backup_pages", "sglcache_backup_pages", FULL, "Pages sent to the host."),
     ("backup_pages_skipped", "sglcache_backup_skipped_pages", FULL, "Pages not sent to the host for want of room."),
     ("backups_retried", "sglcache_backup_retries", {}, "Paths without room on the host that were sent later."),
@@ -95,7 +92,9 @@ OF_COMPANIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("committed_slots", "sglcache_committed_pages", {}),
     ("duplicate_slots", "sglcache_duplicate_pages", {}),
     ("evicted_device_slots", LEFT, {"tier": "device", "reason": "evicted"}),
+    ("demoted_slots", LEFT, {"tier": "device", "reason": "demoted"}),
     ("evicted_host_slots", LEFT, {"tier": "host", "reason": "evicted"}),
+    ("unbacked_slots", LEFT, {"tier": "host", "reason": "unbacked"}),
     ("backup_slots", "sglcache_backup_pages", {}),
     ("backup_slots_skipped", "sglcache_backup_skipped_pages", {}),
     ("load_slots", "sglcache_load_pages", {}),

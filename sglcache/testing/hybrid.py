@@ -1234,9 +1234,9 @@ class Hybrid:
             assert pool.free + pool.cached == pool.total
             r, tier = self.cells[c]
             if r != FULL and tier == DEVICE and not self.num_hits.get("cleared"):
-                came, went = (
-                    stats.counters[f"{pool.resource}_{what}"] for what in ("committed_slots", "evicted_device_slots")
-                )
+                counts = ("committed_slots", "evicted_device_slots", "demoted_slots")
+                came, evicted, demoted = (stats.counters[f"{pool.resource}_{what}"] for what in counts)
+                went = evicted + demoted
                 assert came - went == pool.cached, (
                     f"{came} slots came, {went} went, and {pool.cached} are there: {pool}"
                 )

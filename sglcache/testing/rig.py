@@ -138,9 +138,9 @@ class Watched(Index):
         if config.l3 is not None:
             self.l3 = WatchedL3(self, config.l3)
 
-    def drop(self, c: int, node: Node, cleared: bool = False) -> None:
+    def drop(self, c: int, node: Node, cleared: bool = False, pruned: bool = False) -> None:
         self._note(c, node, left=self.watched.leaving, cleared=cleared)
-        super().drop(c, node, cleared)
+        super().drop(c, node, cleared, pruned)
 
     def path(self, node: Node) -> tuple[Page, ...]:
         """All pages up to the end of `node`."""

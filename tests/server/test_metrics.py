@@ -7,6 +7,7 @@ import re
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from sglcache.core.companions import PRUNED
 from sglcache.core.index import LEFT, Index, IndexConfig
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.net.publisher import PublisherStats
@@ -35,7 +36,7 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 def test_every_number_of_the_index_and_the_publisher_is_on_the_page() -> None:
     stats = Index(IndexConfig(page_size=4, num_pages=8, host_pages=8)).stats()
-    assert {key for key, *_ in COUNTERS} - {"pruned_pages"} == set(stats.counters)
+    assert {key for key, *_ in COUNTERS} - set(PRUNED) == set(stats.counters)
     assert {field for field, *_ in GAUGES} == set(stats._fields) - {"pools", "counters"}
     text = {"endpoint", "replay_endpoint", "ring_first_seq"}
     assert {field for field, *_ in STREAM} == set(PublisherStats.__dataclass_fields__) - text
