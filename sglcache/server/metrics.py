@@ -32,8 +32,8 @@ LEFT = "sglcache_removed_pages"
 FULL = {"resource": "full"}
 WHY_LEFT = (
     "Cached pages that left a tier: evicted to make room, and no tier has them; demoted to make room on the device, "
-    "the host has them; unbacked to make room on the host, the device has them; cleared by a clear; pruned where a window "
-    "or a state has gone, so that no match can end with them."
+    "the host has them; unbacked to make room on the host, the device has them; cleared by a clear; pruned, since a "
+    "window or a state has gone that a match would need."
 )
 
 # The index's counters: its name for one, ours, the labels that tell it from its siblings, the help.
