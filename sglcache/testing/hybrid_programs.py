@@ -78,8 +78,10 @@ def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
 class Program:
     """A world and what may be done to it. `step` does one thing that makes sense now."""
 
-    def __init__(self, world: Hybrid) -> None:
+    def __init__(self, world: Hybrid, failures: bool = True) -> None:
+        """`failures`: copies may come to nothing."""
         self.world = world
+        self.failures = failures
         self.prompts: list[tuple[Namespace, bytes]] = []
         self.time = 0.0
         self.actions: dict[str, tuple[int, Callable[[Chooser], object]]] = {
@@ -294,7 +296,7 @@ class Program:
         copies = self.world.in_flight()
         if copies:
             copy = copies[0] if choose.integer(0, 2) else choose.item(copies)
-            self.world.copy_done(copy, ok=choose.integer(0, 5 if copy.to_host else 3) > 0)
+            self.world.copy_done(copy, ok=choose.integer(0, 5 if copy.to_host else 3) > 0 or not self.failures)
 
     def read(self, choose: Chooser) -> None:
         if self.live():

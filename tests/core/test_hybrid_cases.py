@@ -303,6 +303,32 @@ def test_a_leaf_without_its_state_goes_and_routers_are_told() -> None:
     world.settle()
 
 
+def test_the_state_that_was_used_least_recently_goes_first() -> None:
+    world = mamba(4)
+    runner = world.open_session()
+    for first in (0, 100, 200):
+        put(world, runner, range(first, first + 4), [(STATE, 4)])
+    lease = acquired(world, runner, range(4))
+    world.release(runner, lease)
+    pressed(world, runner, STATE, 1)
+    assert [matched(world, range(first, first + 4)) for first in (0, 100, 200)] == [4, 0, 4]
+    world.settle()
+
+
+def test_what_a_lease_has_slid_past_goes_before_what_a_match_needs() -> None:
+    world = swa(2, 12, num_pages=40)
+    runner = world.open_session()
+    lease = acquired(world, runner, range(10), room=4)
+    for upto in (7, 10):
+        world.commit(runner, lease)
+        world.extend(runner, [(lease, b"", 0, upto, 0)])
+    world.commit(runner, lease)
+    world.release(runner, lease)
+    pressed(world, runner, WINDOW, 8)
+    assert matched(world, range(10)) == 10
+    world.settle()
+
+
 WAYS_OUT = ("release", "abort", "cancel", "death", "death with a commit under way")
 
 

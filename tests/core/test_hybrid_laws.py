@@ -14,9 +14,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from sglcache.core import eventlog, eviction, index, slots, tree
-from sglcache.core.tiering import WritePolicy
+from sglcache.core.tiering import WRITE_THROUGH, WritePolicy
+from sglcache.testing import hybrid_programs
+from sglcache.testing.hybrid import Hybrid
 from sglcache.testing.hybrid_programs import run
 from sglcache.testing.machine import HybridMachine
+from sglcache.testing.programs import SeededChooser
 
 DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
 
@@ -77,6 +80,23 @@ def test_any_seeded_program(variant: str, monkeypatch: pytest.MonkeyPatch) -> No
         except Exception as exc:
             exc.add_note(f"sglcache.testing.hybrid_programs.run({seed}, **{fixed}){', small tables' if small else ''}")
             raise
+
+
+@pytest.mark.parametrize("kind", ["swa", "mamba", "unified"])
+def test_where_the_host_has_room_it_has_all_that_the_device_has(kind: str) -> None:
+    """Pages and states that came late, or that nodes were split and joined around, too."""
+    for seed in range(8):
+        choose = SeededChooser(seed)
+        chosen = hybrid_programs.settings(choose, kind=kind, tiers=2, roomy=True, write_policy=WRITE_THROUGH)
+        program = hybrid_programs.Program(Hybrid(proof=False, **chosen), failures=False)
+        program.open(choose)
+        for _ in range(60):
+            program.step(choose)
+        world = program.world
+        world.settle()
+        for r in range(len(world.kinds)):
+            near, far = (world.seen.ready[world.cell(r, tier)].keys() for tier in (0, 1))
+            assert near <= far or world.num_hits.get("cleared"), f"{world.kinds[r].name}: {near - far} ({kind}, {seed})"
 
 
 def test_programs_get_to_what_is_to_be_seen() -> None:

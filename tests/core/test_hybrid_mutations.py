@@ -468,7 +468,7 @@ MUTATIONS = [
         "loaded",
         "if node.cells[kind.device] is None:",
         "if True:",
-        seed=80,
+        by=cases.test_two_that_load_the_same_state_end_with_one,
         **LOADS,
     ),
     mutation(
