@@ -33,7 +33,7 @@ MUTATIONS = [
         "agree",
         "all_agree = all_agree and may_end",
         "pass",
-        seed=8,
+        seed=13,
         **WINDOW,
     ),
     mutation(
@@ -45,14 +45,14 @@ MUTATIONS = [
         seed=3,
         **LOADS,
     ),
-    mutation("a window is a page shorter", _ByPage, "step", "run >= min", "run + 1 >= min", seed=19, **WINDOW),
+    mutation("a window is a page shorter", _ByPage, "step", "run >= min", "run + 1 >= min", seed=28, **WINDOW),
     mutation(
         "a gap in a window is passed over",
         _ByPage,
         "step",
         "if present else 0",
         "if present else run",
-        seed=8,
+        seed=19,
         **WINDOW,
     ),
     mutation(
@@ -61,7 +61,7 @@ MUTATIONS = [
         "step",
         "present and whole",
         "present",
-        seed=4,
+        seed=5,
         **STATE,
     ),
     mutation(
@@ -80,7 +80,7 @@ MUTATIONS = [
         "_alike",
         "if above[c] is not None or above[C + c]:",
         "if False:",
-        seed=5,
+        seed=9,
         **STATE,
     ),
     mutation(
@@ -89,7 +89,7 @@ MUTATIONS = [
         "_alike",
         " or (above[c] is None) is not (below[c] is None)",
         "",
-        seed=15,
+        seed=11,
         **WINDOW,
     ),
     mutation(
@@ -98,7 +98,7 @@ MUTATIONS = [
         "split",
         "above[c], above[self.C + c] = None, 0",
         "above[c], cells[c], above[self.C + c] = cells[c], None, 0",
-        seed=4,
+        seed=5,
         **STATE,
     ),
     mutation(
@@ -107,7 +107,7 @@ MUTATIONS = [
         "split",
         "above[c], above[self.C + c] = None, 0",
         "above[c] = None",
-        seed=2,
+        seed=9,
         **STATE,
     ),
     mutation(
@@ -152,30 +152,29 @@ MUTATIONS = [
         "grant",
         "targets.append(run)",
         "targets.insert(0, run)",
-        seed=48,
+        seed=13,
         **LOADS,
     ),
     # -- eviction
-    mutation("a tombstone's slot is nobody's", Companions, "drop", "pool.give(run)", "pass", **WINDOW),
-    mutation("a tombstone keeps its slot", Companions, "drop", "node.cells[c] = None", "pass", seed=8, **WINDOW),
-    mutation("Full goes and its companions stay", Companions, "drop_with", "is not None", "is ...", seed=7, **STATE),
+    mutation("a tombstone's slot is nobody's", Companions, "drop", "pool.give(run)", "pass", seed=1, **WINDOW),
+    mutation("a tombstone keeps its slot", Companions, "drop", "node.cells[c] = None", "pass", seed=6, **WINDOW),
+    mutation("Full goes and its companions stay", Companions, "drop_with", "is not None", "is ...", seed=3, **STATE),
     mutation(
         "Full leaves the host and its companions stay there",
         Companions,
         "drop_with",
         "self.T + tier, self",
         "self.T + tier + tier, self",
-        seed=1,
         **CROWDED,
     ),
-    mutation("a leaf of no use stays", Companions, "_useless", "return True", "return False", seed=2, **WINDOW),
+    mutation("a leaf of no use stays", Companions, "_useless", "return True", "return False", seed=6, **WINDOW),
     mutation(
         "a leaf whose window's other pages went stays",
         Companions,
         "_useless",
         "left = 1 if resource.by_end else resource.reach",
         "left = 1",
-        seed=8,
+        seed=6,
         **WINDOW,
     ),
     mutation(
@@ -196,7 +195,7 @@ MUTATIONS = [
         "drop",
         "pool.cached -= len(run) // SLOT_BYTES",
         "pass",
-        seed=2,
+        seed=3,
         **STATE,
     ),
     # -- room
@@ -206,6 +205,7 @@ MUTATIONS = [
         "acquire",
         "self._refuse_slots(i, need.num_slots, need.pinned, path if partial is None else [*path, partial])",
         "pass",
+        seed=9,
         **STATE,
     ),
     mutation(
@@ -214,11 +214,11 @@ MUTATIONS = [
         "needs",
         "pinned += stop - low",
         "pass",
-        seed=27,
+        seed=8,
         **WINDOW,
     ),
     mutation(
-        "room is made for Full alone", Index, "_make_room", "self.companions.make_room(more)", "True", seed=2, **STATE
+        "room is made for Full alone", Index, "_make_room", "self.companions.make_room(more)", "True", seed=5, **STATE
     ),
     mutation(
         "an extend is not refused for want of a companion",
@@ -246,7 +246,6 @@ MUTATIONS = [
         "state.source = end",
         "pass",
         Edit(Companions, "open", "self.order(near).hold(end, 1)", "pass"),
-        seed=2,
         **STATE,
     ),
     mutation(
@@ -263,7 +262,6 @@ MUTATIONS = [
         "_slide",
         "if stop > held.pinned:",
         "stop = min(stop + 1, lease.committed)\n        if stop > held.pinned:",
-        seed=2,
         **WINDOW,
     ),
     mutation("a window never slides", Companions, "_slide", "if first <= held.first:", "if True:", **WINDOW),
@@ -294,6 +292,7 @@ MUTATIONS = [
         "_commit",
         "self._moves += 1",
         "pass",
+        seed=2,
         **STATE,
     ),
     mutation(
@@ -311,6 +310,7 @@ MUTATIONS = [
         "put_ends",
         "del held.slots[at : at + SLOT_BYTES]",
         "pass",
+        seed=2,
         **STATE,
     ),
     mutation("one slot is two states", Companions, "check_ends", " or (i, packed) in taken", "", seed=1, **STATE),
@@ -320,7 +320,7 @@ MUTATIONS = [
         "adopt",
         "if there is None:",
         "if True:",
-        seed=15,
+        seed=2,
         **WINDOW,
     ),
     mutation(
@@ -341,9 +341,7 @@ MUTATIONS = [
         seed=1,
         **WINDOW,
     ),
-    mutation(
-        "nobody is told of the better page", Companions, "adopt", "held.renamed = True", "pass", seed=15, **WINDOW
-    ),
+    mutation("nobody is told of the better page", Companions, "adopt", "held.renamed = True", "pass", seed=2, **WINDOW),
     mutation(
         "a duplicate is given back before anyone has read of it",
         Companions,
@@ -355,7 +353,7 @@ MUTATIONS = [
         **WINDOW,
     ),
     mutation(
-        "what is before the floor is nobody's", Companions, "give_up", "pool.give(lost)", "pass", seed=4, **WINDOW
+        "what is before the floor is nobody's", Companions, "give_up", "pool.give(lost)", "pass", seed=2, **WINDOW
     ),
     mutation(
         "a page of the tree's is given up for a floor",
@@ -372,7 +370,7 @@ MUTATIONS = [
         "_thin",
         " or node.cells[lock]",
         "",
-        seed=27,
+        seed=9,
         **STATE,
     ),
     # -- giving back
@@ -423,7 +421,6 @@ MUTATIONS = [
         Edit(Companions, "unwrite", "self.order(c - HOST).let_go(node, amount)", "pass"),
         Edit(Companions, "unwrite", "self.order(c - HOST).hold(ticket.end, ticket.depth - start)", "pass"),
         Edit(Companions, "let_go", "self.order(c).let_go(node, num_bytes)", "pass"),
-        seed=1,
         **CROWDED,
     ),
     mutation(
@@ -433,7 +430,7 @@ MUTATIONS = [
         "if node.cells[self.lock]:",
         "if node.cells[self.lock] and not node.cells[self.older]:",
         Edit(Places, "put", "self.pool.locked += len(node.cells[self.cell]) // SLOT_BYTES", "pass"),
-        seed=6,
+        seed=37,
         **CROWDED,
     ),
     mutation(
@@ -451,7 +448,7 @@ MUTATIONS = [
         "unwrite",
         "node.cells[c] = None",
         "pass",
-        seed=54,
+        seed=35,
         **LOADS,
     ),
     mutation(
@@ -477,7 +474,7 @@ MUTATIONS = [
         "loaded",
         "if held.source is None:",
         "if False:",
-        seed=13,
+        seed=15,
         **LOADS,
     ),
     mutation(
@@ -486,7 +483,7 @@ MUTATIONS = [
         "grant",
         "if slot is None:",
         "if slot is None and on_host:",
-        seed=9,
+        seed=4,
         **LOADS,
     ),
     mutation(
