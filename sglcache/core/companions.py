@@ -21,7 +21,7 @@ All of it is by shape (by page, by end), never by kind. The laws of this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,6 +80,7 @@ class Need(NamedTuple):
 
     num_slots: int
     pinned: int
+    held: Mapping[Node, int]  # of each node of the path, the cached ones that the match locks, whoever else does
 
 
 class Companions:
@@ -172,15 +173,17 @@ class Companions:
         found: list[Need] = []
         for i, (resource, near, _) in enumerate(self.kinds):
             missing = pinned = 0
+            held: dict[Node, int] = {}
             if resource.by_end:
                 missing = spare[i] if i < len(spare) else 0
                 if nodes:
                     cells = nodes[-1].cells
                     if matched > on_device or cells[near] is None:
                         missing += 1
-                    elif not cells[C + near]:
-                        pinned = 1
-                found.append(Need(missing, pinned))
+                    else:
+                        held[nodes[-1]] = 1
+                        pinned = 0 if cells[C + near] else 1
+                found.append(Need(missing, pinned, held))
                 continue
             first, stop = max(0, matched - resource.reach), matched
             for node in reversed(nodes):
@@ -188,12 +191,13 @@ class Companions:
                 low = max(start, first)
                 if stop > on_device or node.cells[near] is None:
                     missing += stop - low
-                elif not node.cells[C + near]:
-                    pinned += stop - low
+                else:
+                    held[node] = stop - low
+                    pinned += 0 if node.cells[C + near] else stop - low
                 stop = start
                 if stop <= first:
                     break
-            found.append(Need(missing + total - matched, pinned))
+            found.append(Need(missing + total - matched, pinned, held))
         return found
 
     def room(self, i: int, pinned: int = 0) -> int:
@@ -201,8 +205,8 @@ class Companions:
         pool = self.index.pools[self.kinds[i].device]
         return pool.free + pool.evictable - pinned - self.index.promised(1 + i)
 
-    def in_copies(self, i: int, path: Sequence[Node] = ()) -> int:
-        """Slots that nothing but write-throughs of ours locks, those on the matched path not counted."""
+    def in_copies(self, i: int, held: Mapping[Node, int] | None = None) -> int:
+        """Slots that nothing but write-throughs of ours locks, but for those that a match will hold (`Need`)."""
         index, (resource, near, _) = self.index, self.kinds[i]
         counts: dict[Node, int] = {}
         for ticket in index.writes:
@@ -210,11 +214,11 @@ class Companions:
                 if cell == near:
                     counts[node] = counts.get(node, 0) + 1
         lock = index.tree.C + near
-        matched = set(path)
+        kept = held or {}
         return sum(
-            1 if resource.by_end else node.num_bytes // self.page_bytes
+            (1 if resource.by_end else node.num_bytes // self.page_bytes) - kept.get(node, 0)
             for node, count in counts.items()
-            if node.cells[near] is not None and node.cells[lock] == count and node not in matched
+            if node.cells[near] is not None and node.cells[lock] == count
         )
 
     def _held(self, ticket: Ticket) -> Iterator[tuple[int, Node]]:

@@ -471,7 +471,7 @@ class Index:
         if crowded:
             self._refuse(num_fresh, path, partial, at)
             for i, need in enumerate(needs) if needs else ():
-                self._refuse_slots(i, need.num_slots, need.pinned, path if partial is None else [*path, partial])
+                self._refuse_slots(i, need)
         head = None
         if partial is not None:
             head = self.tree.split(partial, at)
@@ -554,7 +554,7 @@ class Index:
                 if self.companions is not None:
                     slots = self.companions.growth(num_fresh, item.spare)
                     for i, count in enumerate(slots):
-                        self._refuse_slots(i, count, 0, (), more[i])
+                        self._refuse_slots(i, Need(count, 0, {}), more[i])
             except SglcacheError as error:
                 growths.append(error)
                 continue
@@ -1142,14 +1142,15 @@ class Index:
             locked = self.pools[DEVICE].locked + self._pinned(path, partial, at)
             raise self._no_space(num_fresh, locked, "release a lease or grow the pool")
 
-    def _refuse_slots(self, i: int, need: int, pinned: int, path: Sequence[Node], before: int = 0) -> None:
+    def _refuse_slots(self, i: int, need: Need, before: int = 0) -> None:
         """As `_refuse`, of a companion; `before`: what others of the same command get of it."""
         companions = self.companions
         assert companions is not None
-        room = companions.room(i, pinned) - before
-        if need > max(room, 0) and need > room + companions.in_copies(i, path):
+        room = companions.room(i, need.pinned) - before
+        if need.num_slots > max(room, 0) and need.num_slots > room + companions.in_copies(i, need.held):
             c = companions.kinds[i].device
-            raise self._no_space(need, self.pools[c].locked + pinned, "release a lease or grow the pool", before, c)
+            locked = self.pools[c].locked + need.pinned
+            raise self._no_space(need.num_slots, locked, "release a lease or grow the pool", before, c)
 
     def promised(self, r: int) -> int:
         """Slots of a resource that those who wait will get: they come first."""

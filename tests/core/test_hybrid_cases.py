@@ -428,6 +428,30 @@ def test_an_acquire_waits_for_room_in_one_resource(scarce: str) -> None:
     world.settle()
 
 
+@pytest.mark.parametrize("scarce", ["window", "mamba"])
+def test_an_acquire_waits_for_room_that_is_on_its_own_path(scarce: str) -> None:
+    """Pages before the window that is needed, a state before the one to go on from: copies of ours alone lock them."""
+    companions = (
+        Companion(SlidingWindow(2), 6 if scarce == "window" else 40, 40),
+        Companion(MambaState(), 3 if scarce == "mamba" else 40, 40),
+    )
+    world = Hybrid(page_size=1, num_pages=40, host_pages=40, companions=companions)
+    runner = world.open_session()
+    put(world, runner, range(6), [(2, 2), (2, 4), (2, 6)])
+    assert world.in_flight()
+    assert world.acquire(runner, [*range(6), *range(100, 104)], states=2) is None
+    with pytest.raises(AssertionError, match=r"NoSpace"):
+        acquired(world, runner, [*range(6), *range(200, 206)], states=3)
+    for copy in world.in_flight():
+        world.copy_done(copy)
+    (waits,) = world.waiting
+    world.steps()
+    assert not world.waiting
+    assert waits.lease is not None
+    assert not waits.lease.waiting
+    world.settle()
+
+
 # -- the host ---------------------------------------------------------------------------------------------------------
 
 
