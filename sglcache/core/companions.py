@@ -22,7 +22,7 @@ All of it is by shape (by page, by end), never by kind. The laws of this file:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglcache.core.effects import Copy, Part, Share
@@ -200,6 +200,13 @@ class Companions:
             found.append(Need(missing + total - matched, pinned, held))
         return found
 
+    def never(self, needs: Sequence[Need]) -> bool:
+        """A pool has too few slots for what the match locks and what is taken beside it, even if it had no others."""
+        pools = (self.index.pools[kind.device] for kind in self.kinds)
+        return any(
+            need.num_slots + sum(need.held.values()) > pool.total for need, pool in zip(needs, pools, strict=True)
+        )
+
     def room(self, i: int, pinned: int = 0) -> int:
         """Slots of a companion that can be had now, beside those that are promised."""
         pool = self.index.pools[self.kinds[i].device]
@@ -363,6 +370,7 @@ class Companions:
                 parts.append(state)
                 continue
             window = ByPage(max(0, matched - resource.reach))
+            window.ends = (matched, agreement.reaches[0] * TOKEN_BYTES // page_bytes)
             path = self._split_path(path, window.first)
             if lease.committed > window.first:
                 self.order(near).hold(lease.node, (lease.committed - window.first) * page_bytes)
@@ -529,7 +537,7 @@ class Companions:
                 if start < stop:
                     owned.append((start, stop))
             held.owned = owned
-            self._slide(lease, kind, held, min(floor, lease.num_pages))
+            self._slide(lease, kind, held, min(floor, lease.num_pages), lease.committed)
 
     def adopt(self, lease: Lease, before: int, reply: int) -> int:
         """Full's pages of the lease are the tree's up to `lease.committed`, until now `before`: so are its companions'.
@@ -648,23 +656,44 @@ class Companions:
                 return self.index.tree.split(node, (pages - start) * self.page_bytes)
             node, end = node.parent, start
 
-    def slide(self, lease: Lease) -> None:
-        """After a commit: of what is committed only the last pages are still needed, and the first state was read."""
+    def slide(self, lease: Lease, before: int) -> None:
+        """After a commit: of what is committed only the last pages are still needed, and the first state was read.
+
+        `before`: pages that were committed until then.
+        """
         for kind, held in zip(self.kinds, lease.parts, strict=True):
             if isinstance(held, ByPage):
-                self._slide(lease, kind, held, lease.committed - kind.resource.reach)
+                self._slide(lease, kind, held, lease.committed - kind.resource.reach, before)
             else:
                 self._read(kind, held, lease)
 
-    def _slide(self, lease: Lease, kind: Kind, held: ByPage, first: int) -> None:
+    def _slide(self, lease: Lease, kind: Kind, held: ByPage, first: int, before: int) -> None:
+        """The lease needs no page before `first` any more.
+
+        Most of them no match will end with, and they are the next to go. What is kept like any other are whole windows
+        where there was an end: of the match, of what Full alone would have matched, or of the last commit, if this one
+        went further than a window at once.
+        """
         if first <= held.first:
             return
-        stop = min(first, lease.committed)
+        stop, reach = min(first, lease.committed), kind.resource.reach
         if stop > held.pinned:
-            node = self._node_at(lease, stop)
-            self.order(kind.device).let_go(node, (stop - held.pinned) * self.page_bytes)
+            ends = {*held.ends, before}
+            ends = {end for end in ends if max(0, end - reach) < stop and end > held.pinned}
+            if held.pinned > max(0, before - reach) or before > stop:
+                ends.discard(before)  # part of it has gone by, or stays
+            cuts = sorted({held.pinned, stop, *ends, *(end - reach for end in ends)})
+            cuts = [cut for cut in cuts if held.pinned <= cut <= stop]
+            for low, high in pairwise(cuts):
+                needless = not any(end - reach <= low and high <= end for end in ends)
+                self._node_at(lease, low)
+                node = self._node_at(lease, high)
+                self.order(kind.device).let_go(node, (high - low) * self.page_bytes, needless)
+                if needless:
+                    self.index.tree.merge(node, within=(high - held.needless) * self.page_bytes)
+                else:
+                    held.needless = high
             held.pinned = stop
-            self.index.tree.merge(node, slid=True)
         held.pinned = max(held.pinned, first)
         del held.slots[: (first - held.first) * SLOT_BYTES]
         held.first = first

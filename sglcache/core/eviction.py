@@ -298,8 +298,8 @@ class Places(Recency):
             node = node.parent
         self.pool.locked += locked // SLOT_BYTES
 
-    def let_go(self, node: Node | None, num_bytes: int) -> None:
-        """The mirror of `hold`; what is there and becomes unlocked was last used now."""
+    def let_go(self, node: Node | None, num_bytes: int, needless: bool = False) -> None:
+        """The mirror of `hold`; what is there and becomes unlocked was last used now, or `needless`: the next to go."""
         lock, cell = self.lock, self.cell
         unlocked = 0
         while num_bytes > 0:
@@ -308,7 +308,7 @@ class Places(Recency):
             cells[lock] -= 1
             assert cells[lock] >= 0, f"{node!r} is let go of twice"
             if cells[lock] == 0 and cells[cell] is not None:
-                self._append(node)
+                self._link(node, self.end if needless else self.end.cells[self.older])
                 unlocked += len(cells[cell])
             num_bytes -= node.num_bytes
             node = node.parent
@@ -319,7 +319,7 @@ class Places(Recency):
         if node.cells[self.lock]:
             self.pool.locked += len(node.cells[self.cell]) // SLOT_BYTES
         else:
-            self._append(node)
+            self._link(node, self.end.cells[self.older])
 
     def withdraw(self, node: Node) -> None:
         """The mirror of `put`, before the cell goes: its place may be locked."""
@@ -328,13 +328,13 @@ class Places(Recency):
         else:
             self.unlink(node)
 
-    def _append(self, node: Node) -> None:
-        cells, end = node.cells, self.end
-        last = end.cells[self.older]
-        cells[self.older] = last
-        cells[self.fresher] = end
-        last.cells[self.fresher] = node
-        end.cells[self.older] = node
+    def _link(self, node: Node, older: Node) -> None:
+        """Into the ring, right behind `older`."""
+        cells, fresher = node.cells, older.cells[self.fresher]
+        cells[self.older] = older
+        cells[self.fresher] = fresher
+        older.cells[self.fresher] = node
+        fresher.cells[self.older] = node
 
     def join(self, top: Node, low: Node) -> None:
         """The upper place is kept: where the two are not neighbours the lower pages are worth no more than it."""

@@ -365,6 +365,8 @@ class Index:
         `fetch`: have what L3 has of the rest brought to the host first, and wait for that until then, on the caller's
         clock (inf: to its end; 0: not at all, it comes for others). None too, while it waits; then `Wake`.
 
+        With companions whose pools are too small for a hit and what is wanted beside it, there is no hit.
+
         `spare`: of each companion that is by end, how many slots of its own it gets; of one by page it gets one for
         each page behind the match. It gets what it needs of all resources, or nothing.
         """
@@ -466,6 +468,16 @@ class Index:
         more: Sequence[int] = ()
         if companions is not None:
             needs = companions.needs(path, partial, at, device_bytes // page_bytes, total, spare)
+            if matched_bytes and exact is None and companions.never(needs):
+                path, partial, at, on_device = [], None, 0, 0  # it would wait for itself for ever: there is no hit
+                device_bytes = matched_bytes = 0
+                assert agreement is not None
+                agreement = agreement._replace(device=0)
+                have = length + reserve * TOKEN_BYTES
+                if room is not None:
+                    have = min(have, room * TOKEN_BYTES)
+                num_fresh = total = -(-have // page_bytes)
+                needs = companions.needs(path, partial, at, 0, total, spare)
             more = [need.num_slots for need in needs]
             crowded = crowded or companions.crowded(more) or (any(more) and bool(self._waiting))
         if crowded:
@@ -1504,7 +1516,7 @@ class Index:
             duplicates = self._adopt(lease, op.num_pages)
             news = companions.adopt(lease, before, s.num_replies + 1)
             news = max(news, companions.put_ends(lease, op.ends))
-            companions.slide(lease)
+            companions.slide(lease, before)
         if self._by_use:
             self._use(lease)
         if self.T > HOST:

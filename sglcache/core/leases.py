@@ -20,7 +20,7 @@ from sglcache.units import LeaseId, SessionId, TicketId, Tier
 class ByPage:
     """What a lease has of a companion by page: slots of its pages from `first` on, and locks on those of the tree."""
 
-    __slots__ = ("duplicates", "first", "host_pages", "owned", "pinned", "renamed", "slots")
+    __slots__ = ("duplicates", "ends", "first", "host_pages", "needless", "owned", "pinned", "renamed", "slots")
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -30,6 +30,8 @@ class ByPage:
         self.host_pages = 0  # and so many up to `host_node` on the host
         self.duplicates: list[tuple[int, bytes]] = []  # as a Lease's
         self.renamed = False
+        self.needless = first  # pages from here on that were let go of are of no use to a match
+        self.ends: tuple[int, ...] = ()  # pages: of the match, and of what Full alone would have matched
 
     def span(self, start: int, stop: int) -> bytes:
         """The slots of these pages."""

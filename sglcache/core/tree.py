@@ -354,7 +354,7 @@ class Tree:
         self.num_splits += 1
         return head
 
-    def merge(self, node: Node, limit: int = 16, slid: bool = False) -> int:
+    def merge(self, node: Node, limit: int = 16, within: int | None = None) -> int:
         """Join `node` with the ancestors that differ from it in nothing, at most `limit` of them; how many.
 
         A parent is joined if `node` is its only child, their cells are alike, nothing writes either, whoever locks the
@@ -362,8 +362,8 @@ class Tree:
         one waits until what would join it has grown: so of a prompt that is committed and copied piece by piece each
         byte is moved a few times, and the path that each copy locks stays short.
 
-        `slid`: of companions the order is no reason against it, and the upper place is kept: so the pages that a lease
-        has slid past, one by one, are one node with those before them.
+        `within`: of the last so many bytes only, and of companions the order is no reason against it, the upper
+        place is kept: so the pages that a lease has slid past, one by one, become one node.
         """
         C = self.C  # noqa: N806
         cells = node.cells
@@ -378,9 +378,11 @@ class Tree:
             up = low.parent
             if up is None or up.parent is None or up.children is not low:
                 break
-            if up.writing or type(up.hashes) is not digests or not self._alike(up, low, slid):
+            if up.writing or type(up.hashes) is not digests or not self._alike(up, low, within is not None):
                 break
             if locked and up.num_bytes > 2 * num_bytes:
+                break
+            if within is not None and num_bytes + up.num_bytes > within:
                 break
             chain.append(up)
             low = up

@@ -565,20 +565,25 @@ class Hybrid:
         end = limit if exact is None else exact
         most = len(path) if end is None else min(len(path), end // self.page_size)
         reached = self.reached(path[:most])
-        n = reached.matched
-        have = len(key) // TOKEN_BYTES + reserve
-        if room is not None:
-            have = min(have, n * self.page_size + room)
-        total = max(-(-have // self.page_size), n)
-        need, there = [], []
-        for r, kind in enumerate(self.kinds):
-            wanted = path[:n] if r == FULL else self._wanted(r, path, n)
-            ready = self.seen.ready[self.cell(r, DEVICE)]
-            on_device = {page for page in wanted if page in ready}
-            if r == FULL:
-                on_device = set(path[: min(reached.on_device, n)])
-            there.append(on_device)
-            need.append(len(wanted) - len(on_device) + (states if kind.by_end else total - n))
+        for n in (reached.matched, 0):
+            have = len(key) // TOKEN_BYTES + reserve
+            if room is not None:
+                have = min(have, n * self.page_size + room)
+            total = max(-(-have // self.page_size), n)
+            need, there = [], []
+            for r, kind in enumerate(self.kinds):
+                wanted = path[:n] if r == FULL else self._wanted(r, path, n)
+                ready = self.seen.ready[self.cell(r, DEVICE)]
+                on_device = {page for page in wanted if page in ready}
+                if r == FULL:
+                    on_device = set(path[: min(reached.on_device, n)])
+                there.append(on_device)
+                need.append(len(wanted) - len(on_device) + (states if kind.by_end else total - n))
+            fits = all(need[r] + len(there[r]) <= self.kinds[r].total[DEVICE] for r in self.companions)
+            if fits or exact is not None:
+                break
+            reached = reached._replace(device=0)
+            self.note("hits that leave no room")
         reaches = tuple(each * self.page_size for each in reached.reaches)
         lease = Lease(runner, namespace, key, path, n, len(there[FULL]), need, there, reaches, reached.device)
         room_now = [self._room(r, self.seen, there[r]) for r in range(len(self.kinds))]

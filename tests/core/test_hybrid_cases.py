@@ -329,6 +329,67 @@ def test_what_a_lease_has_slid_past_goes_before_what_a_match_needs() -> None:
     world.settle()
 
 
+@pytest.mark.parametrize("step", [10, 4, 1], ids=["whole", "in chunks", "page by page"])
+def test_ends_of_prompts_outlive_what_others_have_slid_past(step: int) -> None:
+    """Sixteen ends have room, but for what a prompt needs while it is computed. Of parts that are longer than a window
+    each has one."""
+    window, slots, length = 2, 32, 10
+    world = swa(window, slots, num_pages=400)
+    runner = world.open_session()
+    prompts = [[100 * number + each for each in range(length)] for number in range(24)]
+    for tokens in prompts:
+        lease = acquired(world, runner, tokens, room=step)
+        for upto in range(step, length + step, step):
+            world.commit(runner, lease)
+            world.extend(runner, [(lease, b"", 0, min(length, upto + step), 0)])
+        world.commit(runner, lease)
+        world.read_replies(runner)
+        world.release(runner, lease)
+    there = [matched(world, tokens) == length for tokens in prompts]
+    num_ends = {10: 1, 4: 3, 1: 1}[step]
+    kept = (slots - min(length, window + step)) // (window * num_ends)
+    assert there[-kept:] == [True] * kept
+    world.settle()
+
+
+def test_a_branch_that_others_come_back_to_is_kept_like_any_end() -> None:
+    world = swa(2, 16, num_pages=400)
+    runner = world.open_session()
+    shared = list(range(6))
+    for number in range(12):
+        tokens = [*shared, *(100 * (number + 1) + each for each in range(6))]
+        lease = acquired(world, runner, tokens, room=12 if number == 0 else 6)
+        assert (lease.matched, lease.reaches[FULL]) == ((0, 0) if number == 0 else (0, 6) if number == 1 else (6, 6))
+        if number == 1:  # it learns that there is a branch, and ends a part there
+            world.commit(runner, lease, tokens=6)
+        world.extend(runner, [(lease, b"", 0, 12, 0)])
+        world.commit(runner, lease)
+        world.read_replies(runner)
+        world.release(runner, lease)
+        pressed(world, runner, WINDOW, 4 if number else 10)  # of the first its end is left
+    world.settle()
+
+
+def test_a_hit_that_leaves_no_room_for_what_is_behind_it_is_none() -> None:
+    world = swa(2, 2)
+    runner = world.open_session()
+    put(world, runner, range(2))
+    assert matched(world, range(3)) == 2
+    lease = acquired(world, runner, range(3), room=1)
+    assert lease.matched == 0
+    world.release(runner, lease)
+    world.settle()
+    world = mamba(2, host_pages=32, host_slots=8)
+    runner = world.open_session()
+    put(world, runner, range(4), [(STATE, 4)])
+    world.settle()
+    runner = world.open_session()
+    lease = acquired(world, runner, range(6), states=2)
+    assert lease.matched == 0, "two of its own and one to read are three"
+    world.release(runner, lease)
+    world.settle()
+
+
 WAYS_OUT = ("release", "abort", "cancel", "death", "death with a commit under way")
 
 
