@@ -406,11 +406,8 @@ class Hybrid:
                     lost += r == FULL
             self._renamed(lease, r, end, floor, result)
         assert result.num_duplicates == lost, f"{result.num_duplicates} duplicates were told, there are {lost}"
-        for r, pages, slot in item.ends:
-            page = lease.path[pages - 1]
-            if self._give(lease, r, page, slot):
-                lease.states[r].remove(slot)
-                self.note("states committed")
+        for r in self.by_end:
+            self._put_ends(item, r, unpack(result.shares[r - 1].slots))
         lease.committed = end
         lease.told = end
         for r in self.by_end:
@@ -423,6 +420,25 @@ class Hybrid:
             source, lease.sources[r] = lease.sources[r], None
             if source is not None:
                 lease.own[r].discard(source)  # that of a load for which the tree had another
+
+    def _put_ends(self, item: Sent, r: int, left: list[int]) -> None:
+        """The states of a commit; `left`: what is told to be the lease's still."""
+        lease, c = item.lease, self.cell(r, DEVICE)
+        ends = [(lease.path[pages - 1], slot) for which, pages, slot in item.ends if which == r]
+        for page, slot in ends:
+            if not self._thinned(r):
+                taken = self._give(lease, r, page, slot)
+            elif taken := slot not in left:
+                # One end may have made place for another, and of the same page the next one comes again.
+                lease.own[r].remove(slot)
+                if page not in self.coming[c] or self.seen.ready[c].get(page) == slot:
+                    self.coming[c][page] = slot
+            if taken:
+                lease.states[r].remove(slot)
+                self.note("states committed")
+
+    def _thinned(self, r: int) -> bool:
+        return r in self.by_end and self.config.companions[r - 1].resource.max_per_path > 0
 
     def _renamed(self, lease: Lease, r: int, end: int, floor: int, result: Committed) -> None:
         """The view is what the answer says, and that is where the pages are."""
@@ -599,6 +615,8 @@ class Hybrid:
             if isinstance(result, SglcacheError):
                 self._check_refusal(result, need, room_now)
                 return
+            if result is not None:
+                self._check_victims(need)
             runner.leases.append(lease)
             if result is None:
                 assert self._fits(need, later), f"it waits for {need}, and at most {later} can be had"
@@ -655,6 +673,19 @@ class Hybrid:
         promised = sum(waits.lease.need[r] for waits in self.waiting if waits.lease is not None)
         free = self.kinds[r].total[DEVICE] - len(ready) - self.held_slots(r)
         return free + len(could.difference(keep)) - promised
+
+    def _check_victims(self, need: Sequence[int]) -> None:
+        """Nothing of a companion went of which enough was free, but with its full KV; nothing at all without need."""
+        devices = [self.cell(r, DEVICE) for r in range(len(self.kinds))]
+        before = [self.before.ready[c].keys() for c in devices]
+        lost = [had - self.seen.ready[c].keys() for had, c in zip(before, devices, strict=True)]
+        short = [
+            need[r] > kind.total[DEVICE] - len(before[r]) - self.held_slots(r) for r, kind in enumerate(self.kinds)
+        ]
+        assert any(short) or not lost[FULL], f"{lost[FULL]} went, and there was enough of all"
+        for r in self.companions:
+            alone = lost[r] - lost[FULL]
+            assert short[r] or not alone, f"{self.kinds[r].name}: {alone} went, and enough was free"
 
     @staticmethod
     def _fits(need: Sequence[int], room: Sequence[int]) -> bool:
@@ -902,11 +933,19 @@ class Hybrid:
                 failed = set(copy.parts[FULL].names)
                 for other in self.copies.values():
                     below = {page for part in other.parts for name in part.names for page in ancestry(name)}
-                    if other.to_host and failed & below:
-                        other.cancelled = True
+                    if other.to_host and not self._under_way(other):
+                        other.cancelled = True  # it may hang on more than it brings
+                    assert other.cancelled or not (other.to_host and failed & below), f"{other} hangs on {failed}"
                 continue
             for part in copy.parts:
                 self.coming[self.cell(part.resource, HOST)].update(zip(part.names, part.target, strict=True))
+
+    def _under_way(self, copy: Copying) -> bool:
+        return any(
+            self.seen.writing[self.cell(part.resource, HOST)].get(page) == slot
+            for part in copy.parts
+            for page, slot in zip(part.names, part.target, strict=True)
+        )
 
     def _loaded(self, copy: Copying) -> None:
         lease = copy.lease
@@ -1007,6 +1046,9 @@ class Hybrid:
                 held = self.copies or any(runner.leases or runner.pins for runner in self.runners.values())
                 assert held, f"{result!r}, and nothing is held"
             else:
+                tiers = range(self.num_tiers) if tier is None else [tier]
+                want = {Tier(t): len(self.before.ready[self.cell(FULL, t)]) for t in tiers}
+                assert result == want, f"{result} pages are said to go, of full KV there were {want}"
                 self.note("cleared")
                 assert not any(runner.leases for runner in self.runners.values())
 
@@ -1053,7 +1095,7 @@ class Hybrid:
         """What came had a reason, and came where it should; what stayed stayed where it was."""
         for c, (r, tier) in enumerate(self.cells):
             before, after = self.before.ready[c], self.seen.ready[c]
-            thinned = r in self.by_end and self.config.companions[r - 1].resource.max_per_path
+            thinned = self._thinned(r)
             for page, slot in after.items():
                 again = (thinned or self.ended_something) and page in self.coming[c]  # it went, and came again
                 if page in before and not again:
