@@ -17,6 +17,7 @@ from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.errors import NoSpace
 from sglcache.testing.hybrid import Hybrid
 from sglcache.testing.hybrid_model import FULL, Lease, Runner, pack
+from sglcache.units import Tier
 
 WINDOW, STATE = 1, 1  # the number of the resource where it is the only companion
 
@@ -57,6 +58,7 @@ def put(
     world.commit(runner, lease, ends=states, floor=floor)
     world.read_replies(runner)
     world.release(runner, lease)
+    world.cut()
     return lease
 
 
@@ -119,10 +121,21 @@ def test_a_window_pool_loses_no_page_over_thousands_of_tombstones(page_size: int
 # -- SGLang's traces --------------------------------------------------------------------------------------------------
 
 
-def test_the_trace_of_swa_radix_cache() -> None:
-    """SWARadixCache 0.5.17, window 2, pages of one token, with what is right here.
+def cached(world: Hybrid, r: int) -> int:
+    return world.index.pools[world.cell(r, 0)].cached
 
-    A match needs the window's last W pages before its end, at every end and not only at nodes' and at gaps.
+
+def reaches(world: Hybrid, last: int) -> list[int]:
+    """What of the tokens 1..n a match would find, for each n."""
+    return [matched(world, range(1, n + 1)) for n in range(1, last + 1)]
+
+
+def test_the_trace_of_swa_radix_cache() -> None:
+    """SWARadixCache 0.5.17, window 2, pages of one token.
+
+    Evictions, events and these matches are the same there. What differs is where a match may end: there it is cut at
+    gaps alone and at its end; here every end is looked at, and needs the last W pages, so it is never cut further back
+    than it has to be.
     """
     world = swa(2, 12, num_pages=16)
     runner = world.open_session()
@@ -133,39 +146,46 @@ def test_the_trace_of_swa_radix_cache() -> None:
     assert told(world) == [("stored", [5, 6])]
     pressed(world, runner, WINDOW, 1)
     assert told(world) == []  # companions are silent
-    assert matched(world, range(1, 7)) == 6
+    assert cached(world, WINDOW) == 2  # of 1..4 it is gone, which are one node by now
+    assert reaches(world, 6) == [0, 0, 0, 0, 0, 6]
     put(world, runner, range(1, 8))
     assert told(world) == [("stored", [7])]
     put(world, runner, range(1, 11), floor=8)
     assert told(world) == [("stored", [8, 9, 10])]
-    assert matched(world, range(1, 11)) == 10
-    assert matched(world, range(1, 10)) == 7  # token 8's window was given up
+    assert reaches(world, 10) == [0, 0, 0, 0, 0, 6, 7, 7, 7, 10]  # token 8's window was given up
+    before = cached(world, FULL), cached(world, WINDOW)
     pressed(world, runner, FULL, 1)
-    ((what, tokens),) = told(world)
-    assert what == "removed"
-    assert sorted(tokens) == [8, 9, 10]
+    assert told(world) == [("removed", [9, 10, 8])]  # the leaf, and the tombstone above it
+    assert (before[0] - cached(world, FULL), before[1] - cached(world, WINDOW)) == (3, 2)
+    world.clear(Tier.DEVICE)
+    world.steps()
+    assert sorted(token for _, tokens in told(world) for token in tokens) == [1, 2, 3, 4, 5, 6, 7]
     world.settle()
 
 
 def test_the_trace_of_the_unified_tree_with_a_window() -> None:
     """UnifiedRadixCache 0.5.23, window 2, pages of one token.
 
-    There tokens 1..5 stay announced after all of the window is gone, though no request can hit them; here the last page
-    that a match can end in takes what is above it along, so routers are told of nothing that is no hit.
+    The same there, but for the end: tokens 1..5 stay announced after all of the window is gone, though no request can
+    hit them; here the last page that a match can end in takes what is above it along, so routers are told of nothing
+    that is no hit.
     """
     world = swa(2, 12, num_pages=16)
     runner = world.open_session()
     put(world, runner, range(1, 5))
     put(world, runner, range(1, 9))
-    assert [matched(world, range(1, n + 1)) for n in range(1, 9)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert reaches(world, 8) == [1, 2, 3, 4, 5, 6, 7, 8]
     told(world)
-    pressed(world, runner, WINDOW, 12 - world.index.pools[world.cell(WINDOW, 0)].free)  # all of it
-    assert [matched(world, range(1, n + 1)) for n in range(1, 9)] == [0] * 8
+    pressed(world, runner, WINDOW, 1)
+    assert told(world) == []
+    assert cached(world, WINDOW) == 6
+    assert reaches(world, 8) == [0, 0, 0, 4, 5, 6, 7, 8]
+    pressed(world, runner, WINDOW, 6)
+    assert reaches(world, 8) == [0] * 8
     ((what, tokens),) = told(world)
-    assert what == "removed"
-    assert sorted(tokens) == list(range(1, 9))
-    put(world, runner, range(1, 7))  # there only token 6 is stored, 1..5 are known
-    assert told(world) == [("stored", [1, 2, 3, 4, 5, 6])]
+    assert (what, sorted(tokens)) == ("removed", [1, 2, 3, 4, 5, 6, 7, 8])  # there 7, 8 and 6
+    put(world, runner, range(1, 7))
+    assert told(world) == [("stored", [1, 2, 3, 4, 5, 6])]  # there 6 alone: it has 1..5
     assert matched(world, range(1, 7)) == 6
     world.settle()
 
