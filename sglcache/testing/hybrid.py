@@ -941,9 +941,11 @@ class Hybrid:
                 self.coming[self.cell(part.resource, HOST)].update(zip(part.names, part.target, strict=True))
 
     def _under_way(self, copy: Copying) -> bool:
+        """It brings pages, or has just brought them."""
+        cells = [(self.cell(part.resource, HOST), part) for part in copy.parts]
         return any(
-            self.seen.writing[self.cell(part.resource, HOST)].get(page) == slot
-            for part in copy.parts
+            slot in (self.seen.writing[c].get(page), self.seen.ready[c].get(page))
+            for c, part in cells
             for page, slot in zip(part.names, part.target, strict=True)
         )
 
