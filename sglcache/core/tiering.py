@@ -152,6 +152,9 @@ class Backups:
             if demote:
                 return False  # its end goes at once, and the rest when its turn comes
             count, need = count + 1, room
+        if again and count < len(chain):
+            # Room made for a part of it would be taken from another's part, whose turn is next: that would never end.
+            count, need = self._fitting(chain, pool.free)
         whole |= demote
         if whole and count < len(chain):
             count = 0

@@ -67,6 +67,32 @@ def test_what_found_no_room_is_sent_as_soon_as_there_is_some() -> None:
     assert r.peek(ONE) == (0, 0)  # which made room for it
 
 
+def test_what_is_tried_again_takes_no_room_from_others_for_a_part_of_it() -> None:
+    """Else three that do not fit would make room for a part of each out of the others' parts, for ever."""
+    r, one = rig(page_size=1, num_pages=40, host_pages=8)
+    put(r, one, range(100, 106))
+    held = acquire(r, one, range(100, 106))  # and 2 pages are left on the host
+    for first in (200, 300, 400):
+        whole = acquire(r, one, range(first, first + 4))
+        r.commit(one, whole)
+        half = r.acquire(one, range(first, first + 4), limit=2)  # two nodes, of which the first would fit
+        assert isinstance(half, LeaseModel)
+        r.cancel(one, half)
+        r.release(one, whole)
+    put(r, one, [77])  # the end of its copy is a reason to try again
+    for _ in range(10):
+        r.steps()
+        r.copies_done()
+    assert len(r.copies) < 5
+    assert not r.more
+    r.release(one, held)
+    for _ in range(10):
+        r.steps()
+        r.copies_done()
+    assert not r.in_flight()
+    assert r.index.backups.num_skipped == 0
+
+
 def test_of_a_prompt_that_the_host_can_never_hold_as_much_is_copied_as_fits() -> None:
     r, one = rig(num_pages=16, host_pages=4)
     put(r, one, ids(101, 108))
