@@ -91,6 +91,8 @@ class Hybrid:
         self.failed = False
         self.num_hits: dict[str, int] = {}  # what programs got to, so that a test can tell that they got anywhere
         self._known: Known = {}
+        ready = self.config.host_ready
+        self.host_ready = self.config.host_pages if ready is None else ready
         self.seen = look(self.index, self.book, self.kinds, self.num_tiers, self._known)
         self._print: object = None
         self.revision: object = None
@@ -1056,6 +1058,11 @@ class Hybrid:
 
         self.turn(lambda: self.index.clear(tier), then)
 
+    def grow_host(self, num_pages: int) -> None:
+        """So many more pages of full KV have memory on the host now."""
+        self.host_ready = min(self.config.host_pages, self.host_ready + num_pages)
+        self.turn(lambda: self.index.host_ready(self.host_ready))
+
     def step(self) -> bool:
         more = self.turn(self.index.step)
         assert isinstance(more, bool)
@@ -1175,7 +1182,8 @@ class Hybrid:
         assert len(stats.pools) == len(self.cells)
         for c, ((r, tier), pool) in enumerate(zip(self.cells, stats.pools, strict=True)):
             name = f"{self.kinds[r].name}, tier {tier}"
-            assert (pool.resource, pool.tier, pool.total) == (self.kinds[r].name, Tier(tier), self.kinds[r].total[tier])
+            total = self.host_ready if (r, tier) == (FULL, HOST) else self.kinds[r].total[tier]
+            assert (pool.resource, pool.tier, pool.total) == (self.kinds[r].name, Tier(tier), total)
             assert pool.free + pool.fenced + pool.leased + pool.cached == pool.total, f"{name}: {pool}"
             cached = len(self.seen.ready[c]) + len(self.seen.writing[c])
             assert pool.cached == cached, f"{name}: {pool.cached} are counted as cached, {cached} are"

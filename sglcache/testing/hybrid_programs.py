@@ -61,6 +61,7 @@ def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
         "page_size": page_size,
         "num_pages": choose.item((14, 14, 18, 24)),
         "host_pages": host_pages,
+        "host_ready": choose.integer(0, host_pages) if host_pages and not choose.integer(0, 4) else None,
         **({"companions": tuple(companions)} if companions else {}),
         "format": Format(groups=tuple(groups)),
         "max_batch_blocks": choose.item((4096, 3)),
@@ -104,6 +105,7 @@ class Program:
             "gone": (3, self.gone),
             "open": (2, self.open),
             "clear": (1, self.clear),
+            "grow": (1, self.grow),
             "stranger": (1, self.stranger),
             "settle": (1, self.settle),
         }
@@ -344,6 +346,11 @@ class Program:
 
     def clear(self, choose: Chooser) -> None:
         self.world.clear(choose.item((None, Tier.DEVICE, Tier.HOST)[: 1 + self.world.num_tiers]))
+
+    def grow(self, choose: Chooser) -> None:
+        world = self.world
+        if world.host_ready < world.config.host_pages:
+            world.grow_host(choose.integer(1, 8))
 
     def settle(self, choose: Chooser) -> None:
         self.world.settle()

@@ -196,7 +196,9 @@ class HybridMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        what=st.sampled_from(("peek", "read", "cut", "pin", "unpin", "open", "stranger", "end", "gone", "clear")),
+        what=st.sampled_from(
+            ("peek", "read", "cut", "pin", "unpin", "open", "stranger", "end", "gone", "clear", "grow")
+        ),
     )
     def other(self, data: st.DataObject, what: str) -> None:
         self.program.actions[what][1](DrawnChooser(data))

@@ -87,7 +87,8 @@ def test_where_the_host_has_room_it_has_all_that_the_device_has(kind: str) -> No
     """Pages and states that came late, or that nodes were split and joined around, too."""
     for seed in range(8):
         choose = SeededChooser(seed)
-        chosen = hybrid_programs.settings(choose, kind=kind, tiers=2, roomy=True, write_policy=WRITE_THROUGH)
+        fixed = {"kind": kind, "tiers": 2, "roomy": True, "write_policy": WRITE_THROUGH, "host_ready": None}
+        chosen = hybrid_programs.settings(choose, **fixed)
         program = hybrid_programs.Program(Hybrid(proof=False, **chosen), failures=False)
         program.open(choose)
         for _ in range(60):
