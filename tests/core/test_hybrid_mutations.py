@@ -33,7 +33,7 @@ MUTATIONS = [
         "agree",
         "all_agree = all_agree and may_end",
         "pass",
-        seed=13,
+        seed=8,
         **WINDOW,
     ),
     mutation(
@@ -45,14 +45,14 @@ MUTATIONS = [
         seed=3,
         **LOADS,
     ),
-    mutation("a window is a page shorter", _ByPage, "step", "run >= min", "run + 1 >= min", seed=28, **WINDOW),
+    mutation("a window is a page shorter", _ByPage, "step", "run >= min", "run + 1 >= min", seed=62, **WINDOW),
     mutation(
         "a gap in a window is passed over",
         _ByPage,
         "step",
         "if present else 0",
         "if present else run",
-        seed=19,
+        seed=8,
         **WINDOW,
     ),
     mutation(
@@ -61,7 +61,7 @@ MUTATIONS = [
         "step",
         "present and whole",
         "present",
-        seed=5,
+        seed=1,
         **STATE,
     ),
     mutation(
@@ -80,7 +80,7 @@ MUTATIONS = [
         "_alike",
         "if above[c] is not None or above[C + c]:",
         "if False:",
-        seed=9,
+        seed=8,
         **STATE,
     ),
     mutation(
@@ -89,7 +89,7 @@ MUTATIONS = [
         "_alike",
         " or (above[c] is None) is not (below[c] is None)",
         "",
-        seed=11,
+        seed=8,
         **WINDOW,
     ),
     mutation(
@@ -98,7 +98,7 @@ MUTATIONS = [
         "split",
         "above[c], above[self.C + c] = None, 0",
         "above[c], cells[c], above[self.C + c] = cells[c], None, 0",
-        seed=5,
+        seed=3,
         **STATE,
     ),
     mutation(
@@ -107,7 +107,7 @@ MUTATIONS = [
         "split",
         "above[c], above[self.C + c] = None, 0",
         "above[c] = None",
-        seed=9,
+        seed=14,
         **STATE,
     ),
     mutation(
@@ -152,12 +152,12 @@ MUTATIONS = [
         "grant",
         "targets.append(run)",
         "targets.insert(0, run)",
-        seed=13,
+        seed=31,
         **LOADS,
     ),
     # -- eviction
     mutation("a tombstone's slot is nobody's", Companions, "drop", "pool.give(run)", "pass", seed=1, **WINDOW),
-    mutation("a tombstone keeps its slot", Companions, "drop", "node.cells[c] = None", "pass", seed=6, **WINDOW),
+    mutation("a tombstone keeps its slot", Companions, "drop", "node.cells[c] = None", "pass", seed=7, **WINDOW),
     mutation("Full goes and its companions stay", Companions, "drop_with", "is not None", "is ...", seed=3, **STATE),
     mutation(
         "Full leaves the host and its companions stay there",
@@ -165,20 +165,21 @@ MUTATIONS = [
         "drop_with",
         "self.T + tier, self",
         "self.T + tier + tier, self",
+        seed=1,
         **CROWDED,
     ),
-    mutation("a leaf of no use stays", Companions, "_useless", "return True", "return False", seed=6, **WINDOW),
+    mutation("a leaf of no use stays", Companions, "_useless", "return True", "return False", seed=3, **WINDOW),
     mutation(
         "a leaf whose window's other pages went stays",
         Companions,
         "_useless",
         "left = 1 if resource.by_end else resource.reach",
         "left = 1",
-        seed=6,
+        seed=8,
         **WINDOW,
     ),
     mutation(
-        "a leaf that somebody holds goes", Companions, "prune", "any(cells[C : 2 * C]) or ", "", seed=42, **WINDOW
+        "a leaf that somebody holds goes", Companions, "prune", "any(cells[C : 2 * C]) or ", "", seed=88, **WINDOW
     ),
     mutation(
         "who lets go leaves what is of no use",
@@ -186,7 +187,7 @@ MUTATIONS = [
         "_give_back",
         "companions.prune(lease.node)",
         "pass",
-        seed=1,
+        seed=2,
         **STATE,
     ),
     mutation(
@@ -195,7 +196,7 @@ MUTATIONS = [
         "drop",
         "pool.cached -= len(run) // SLOT_BYTES",
         "pass",
-        seed=3,
+        seed=1,
         **STATE,
     ),
     # -- room
@@ -205,7 +206,7 @@ MUTATIONS = [
         "acquire",
         "self._refuse_slots(i, need)",
         "pass",
-        seed=9,
+        seed=5,
         **STATE,
     ),
     mutation(
@@ -214,7 +215,7 @@ MUTATIONS = [
         "needs",
         "pinned += 0 if node.cells[C + near] else stop - low",
         "pass",
-        seed=8,
+        seed=12,
         **WINDOW,
     ),
     mutation(
@@ -236,7 +237,7 @@ MUTATIONS = [
         "open",
         "if lease.committed > window.first:",
         "window.pinned = lease.committed\n            if False:",
-        seed=1,
+        seed=2,
         **WINDOW,
     ),
     mutation(
@@ -246,6 +247,7 @@ MUTATIONS = [
         "state.source = end",
         "pass",
         Edit(Companions, "open", "self.order(near).hold(end, 1)", "pass"),
+        seed=2,
         **STATE,
     ),
     mutation(
@@ -254,6 +256,7 @@ MUTATIONS = [
         "slide",
         "lease.committed - kind.resource.reach",
         "lease.committed - kind.resource.reach + 1",
+        seed=2,
         **WINDOW,
     ),
     mutation(
@@ -262,9 +265,10 @@ MUTATIONS = [
         "_slide",
         "if stop > held.pinned:",
         "stop = min(stop + 1, lease.committed)\n        if stop > held.pinned:",
+        seed=2,
         **WINDOW,
     ),
-    mutation("a window never slides", Companions, "_slide", "if first <= held.first:", "if True:", **WINDOW),
+    mutation("a window never slides", Companions, "_slide", "if first <= held.first:", "if True:", seed=2, **WINDOW),
     mutation(
         "the state that was read stays locked",
         Companions,
@@ -282,7 +286,7 @@ MUTATIONS = [
         "for c, node, num_bytes in places:",
         "for c, node, num_bytes in places[:0]:",
         Edit(Companions, "unpin", "for c, node, num_bytes in places:", "for c, node, num_bytes in places[:0]:"),
-        seed=2,
+        seed=6,
         **LOADS,
     ),
     # -- commits
@@ -292,7 +296,7 @@ MUTATIONS = [
         "_commit",
         "self._moves += 1",
         "pass",
-        seed=2,
+        seed=6,
         **STATE,
     ),
     mutation(
@@ -301,7 +305,7 @@ MUTATIONS = [
         "put_ends",
         "if node.cells[kind.device] is not None:",
         "if False:",
-        seed=2,
+        seed=4,
         **STATE,
     ),
     mutation(
@@ -310,17 +314,17 @@ MUTATIONS = [
         "put_ends",
         "del held.slots[at : at + SLOT_BYTES]",
         "pass",
-        seed=2,
+        seed=1,
         **STATE,
     ),
-    mutation("one slot is two states", Companions, "check_ends", " or (i, packed) in taken", "", seed=1, **STATE),
+    mutation("one slot is two states", Companions, "check_ends", " or (i, packed) in taken", "", seed=4, **STATE),
     mutation(
         "a window's page is taken that the tree has",
         Companions,
         "adopt",
         "if there is None:",
         "if True:",
-        seed=2,
+        seed=9,
         **WINDOW,
     ),
     mutation(
@@ -329,7 +333,7 @@ MUTATIONS = [
         "_put",
         "pool.cached += count",
         "pool.cached += 2 * count",
-        seed=2,
+        seed=1,
         **STATE,
     ),
     mutation(
@@ -338,10 +342,10 @@ MUTATIONS = [
         "adopt",
         "there = node.cells[c]",
         "there = node.cells[c] or slots",
-        seed=1,
+        seed=2,
         **WINDOW,
     ),
-    mutation("nobody is told of the better page", Companions, "adopt", "held.renamed = True", "pass", seed=2, **WINDOW),
+    mutation("nobody is told of the better page", Companions, "adopt", "held.renamed = True", "pass", seed=9, **WINDOW),
     mutation(
         "a duplicate is given back before anyone has read of it",
         Companions,
@@ -349,19 +353,17 @@ MUTATIONS = [
         "if 0 < number <= seen:",
         "if True:",
         Edit(Companions, "drop_duplicates", "if not 0 < each[0] <= seen", "if False"),
-        seed=2,
+        seed=1,
         **WINDOW,
     ),
-    mutation(
-        "what is before the floor is nobody's", Companions, "give_up", "pool.give(lost)", "pass", seed=2, **WINDOW
-    ),
+    mutation("what is before the floor is nobody's", Companions, "give_up", "pool.give(lost)", "pass", **WINDOW),
     mutation(
         "a page of the tree's is given up for a floor",
         Companions,
         "give_up",
         "for start, stop in held.owned:",
         "for start, stop in [(held.first, lease.num_pages)] if lease.num_pages > held.first else []:",
-        seed=6,
+        seed=2,
         **WINDOW,
     ),
     mutation(
@@ -370,7 +372,7 @@ MUTATIONS = [
         "_thin",
         " or node.cells[lock]",
         "",
-        seed=9,
+        seed=3,
         **STATE,
     ),
     # -- giving back
@@ -398,7 +400,7 @@ MUTATIONS = [
         "end_session",
         "self.companions.fence(lease)",
         "self.companions.give_back(lease)",
-        seed=1,
+        seed=12,
         **STATE,
     ),
     mutation(
@@ -407,7 +409,7 @@ MUTATIONS = [
         "end_session",
         "self.companions.fence(lease)",
         "pass",
-        seed=1,
+        seed=12,
         **STATE,
     ),
     # -- the host
@@ -421,6 +423,7 @@ MUTATIONS = [
         Edit(Companions, "unwrite", "self.order(c - HOST).let_go(node, amount)", "pass"),
         Edit(Companions, "unwrite", "self.order(c - HOST).hold(ticket.end, ticket.depth - start)", "pass"),
         Edit(Companions, "let_go", "self.order(c).let_go(node, num_bytes)", "pass"),
+        seed=1,
         **CROWDED,
     ),
     mutation(
@@ -430,7 +433,7 @@ MUTATIONS = [
         "if node.cells[self.lock]:",
         "if node.cells[self.lock] and not node.cells[self.older]:",
         Edit(Places, "put", "self.pool.locked += len(node.cells[self.cell]) // SLOT_BYTES", "pass"),
-        seed=37,
+        seed=17,
         **CROWDED,
     ),
     mutation(
@@ -457,6 +460,7 @@ MUTATIONS = [
         "_written",
         "for c, slots in companions.unwrite(ticket):",
         "for c, slots in companions.unwrite(ticket)[:0]:",
+        seed=7,
         **LOADS,
     ),
     mutation(
@@ -474,7 +478,7 @@ MUTATIONS = [
         "loaded",
         "if held.source is None:",
         "if False:",
-        seed=15,
+        seed=18,
         **LOADS,
     ),
     mutation(
@@ -493,6 +497,51 @@ MUTATIONS = [
         "if self.T <= HOST:",
         "if True:",
         by=cases.test_a_state_that_comes_late_is_copied_alone,
+        **LOADS,
+    ),
+    # -- the stream, where companions are told of as groups
+    mutation(
+        "nobody is told of a companion that comes",
+        Companions,
+        "_put",
+        "self.index.tell(kind.device, node, True)",
+        "pass",
+        seed=6,
+        **STATE,
+    ),
+    mutation(
+        "nobody is told of a companion that goes",
+        Companions,
+        "drop",
+        "self.index.tell(c, node, False)",
+        "pass",
+        seed=6,
+        **STATE,
+    ),
+    mutation(
+        "nobody is told of a companion that comes to the host",
+        Companions,
+        "written",
+        "self.index.tell(c, node, True)",
+        "pass",
+        seed=4,
+        **LOADS,
+    ),
+    mutation(
+        "on the host a companion is told of before its full KV",
+        Backups,
+        "_written",
+        "for node in self.sent(ticket.end, ticket.num_pages):",
+        "if companions is not None:\n"
+        "                companions.written(ticket)\n"
+        "            for node in self.sent(ticket.end, ticket.num_pages):",
+        Edit(
+            Backups,
+            "_written",
+            "    companions.written(ticket)\n            if index.l3",
+            "    pass\n            if index.l3",
+        ),
+        seed=13,
         **LOADS,
     ),
 ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import test_l3 as paths
+import test_tiering as tiers
 
 from sglcache.core import eventlog, eviction, hashing, index, l3, snapshot, tiering, tree
 from sglcache.core.eviction import Policy
@@ -1225,6 +1226,15 @@ MUTATIONS = [
         by=paths.test_what_goes_while_a_snapshot_is_told_is_not_in_it,
     ),
     mutation("a dump leaves L3 out", Index, "walk", "self._told_below, 0", "None, 0", **STORES),
+    mutation(
+        "what is tried again makes room for a part of it, for ever",
+        tiering.Backups,
+        "send",
+        "if again and count < len(chain):",
+        "if False:",
+        by=tiers.test_what_is_tried_again_takes_no_room_from_others_for_a_part_of_it,
+        **TWO_TIERS,
+    ),
     # -- slots
     mutation("an evicted slot is freed twice", Index, "drop", "pool.give(run)", "pool.give(run), pool.give(run)"),
     mutation(
