@@ -1248,8 +1248,8 @@ class Hybrid:
             assert mirror == held, f"group {r}, tier {tier}: the mirror has {mirror - held} more, lacks {held - mirror}"
 
     def quieten(self) -> None:
-        """Until nothing is under way."""
-        while True:
+        """Until nothing is under way, which does not take for ever."""
+        for _ in range(1000):
             self.steps()
             self.cut()
             copies = self.in_flight()
@@ -1257,6 +1257,7 @@ class Hybrid:
                 return
             for copy in copies:
                 self.copy_done(copy)
+        raise AssertionError("one copy leads to another, for ever")
 
     def settle(self) -> None:
         """Everything comes to its end; then nobody holds anything, and each slot is free or cached."""
