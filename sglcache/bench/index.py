@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from sglcache.bench import trace as traces
 from sglcache.bench.harness import Row, Summary, compare, run_json
-from sglcache.bench.hybrid import KINDS, parts
+from sglcache.bench.hybrid import KINDS, floor, parts
 from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Result, Wake
 from sglcache.core.encoding import PLAIN, Format
 from sglcache.core.eviction import Policy
@@ -315,9 +315,7 @@ def in_parts(driver: Driver, tokens: bytes, work: Work) -> tuple[Grant, float, f
                 slots = extended.shares[0][state]
             extend_s += lap()
         ends = [(state, stop, int.from_bytes(slots[:4], "little"))] if state is not None and stop > known else []
-        # What the commit would slide past as soon as it has given it to the tree.
-        kept = -(-work.window // work.page_size) * work.page_size
-        given_up = max(0, stop - kept) if work.window else None
+        given_up = floor(stop, work.window, work.page_size) if work.window else None
         committed = driver.commit(lease, stop, ends, given_up)
         if state is not None:
             slots = committed.shares[state].slots

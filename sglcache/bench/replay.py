@@ -450,8 +450,8 @@ def replay(options: Options, progress: Callable[[int], None] = lambda requests: 
         if options.kind is not None and observer.companions != KINDS[options.kind].companions:
             raise ConfigError(
                 f"the daemon at {observer.socket} has {' and '.join(('full', *observer.companions))}, and --kind "
-                f"{options.kind} is {' and '.join(('full', *KINDS[options.kind].companions))}; without --socket and "
-                f"--rank one is started for it"
+                f"{options.kind} is {' and '.join(('full', *KINDS[options.kind].companions))}; leave --socket, "
+                f"--rank and $SGLCACHE_SOCKET out, and one is started for it"
             )
         report.reach_tokens = dict.fromkeys(("full", *observer.companions), 0)
         facts = observer.status()

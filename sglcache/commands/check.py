@@ -118,9 +118,9 @@ def _lines(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
             lines.append("  host    none")
         for each in rank.companions:
             form = each.form
-            what = f"{form.num_layers} layers, "
+            what = f"{form.num_layers} layer{'s' * (form.num_layers != 1)}, "
             if isinstance(form, Geometry):
-                what += f"which see {each.window:,} tokens, {each.window_pages:,} pages: {_row(form)}"
+                what += f"a window of {each.window:,} tokens, {each.window_pages:,} pages: {_row(form)}"
             else:
                 what += f"a state every {each.interval:,} tokens: {_states(form)}"
             lines.append(f"  {each.kind:<7} {what}")

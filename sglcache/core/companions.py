@@ -672,7 +672,8 @@ class Companions:
 
         Most of them no match will end with, and they are the next to go. What is kept like any other are whole windows
         where there was an end: of the match, of what Full alone would have matched, or of the last commit, if this one
-        went further than a window at once.
+        went further than a window at once. And one page before the window that stays, if this commit is of several: who
+        asks for the same again computes the last token anew, so of whole pages all but the last match.
         """
         if first <= held.first:
             return
@@ -682,10 +683,11 @@ class Companions:
             ends = {end for end in ends if max(0, end - reach) < stop and end > held.pinned}
             if held.pinned > max(0, before - reach) or before > stop:
                 ends.discard(before)  # part of it has gone by, or stays
-            cuts = sorted({held.pinned, stop, *ends, *(end - reach for end in ends)})
+            again = lease.committed - reach - 1 if lease.committed - before > 1 else -1
+            cuts = sorted({held.pinned, stop, again, again + 1, *ends, *(end - reach for end in ends)})
             cuts = [cut for cut in cuts if held.pinned <= cut <= stop]
             for low, high in pairwise(cuts):
-                needless = not any(end - reach <= low and high <= end for end in ends)
+                needless = not any(end - reach <= low and high <= end for end in ends) and low != again
                 self._node_at(lease, low)
                 node = self._node_at(lease, high)
                 self.order(kind.device).let_go(node, (high - low) * self.page_bytes, needless)

@@ -499,7 +499,8 @@ class Index:
         counters["requests"] += 1
         counters["request_tokens"] += length // TOKEN_BYTES
         counters["matched_tokens"] += matched_bytes // TOKEN_BYTES
-        counters["host_matched_tokens"] += (matched_bytes - device_bytes) // TOKEN_BYTES
+        near = device_bytes if agreement is None else min(agreement.device, matched_bytes)
+        counters["host_matched_tokens"] += (matched_bytes - near) // TOKEN_BYTES
 
         lease = Lease(LeaseId(self.new_id()), s, namespace, tokens)
         if session_id is not None:
@@ -630,7 +631,7 @@ class Index:
             op.ends = self.companions.check_ends(held, ends, end, promised)
             op.floor = (floor or 0) // page_size
         elif ends or floor is not None:
-            raise BadRequest("there are no companions to have ends, or a floor, of", ends=len(ends))
+            raise BadRequest("nothing here keeps windows or states: leave states and floor out", ends=len(ends))
         self._ticket(s, ticket)
         s.queue.append(op)
         self._pump(s)

@@ -517,12 +517,22 @@ def _window(config: Config, window: WindowConfig, full: Geometry) -> CompanionFo
     remedy = f"write window.{{}} = {least * one.page_size} or more"
     device, bound = full.num_pages // WINDOW_SHARE, f"a quarter of [pool]'s {full.num_pages:,}"
     key = "window.num_tokens"
+    enough = remedy.format("num_tokens")
     if window.bytes is not None:
+        if window.bytes < least * one.page_bytes:  # before anything is said of a single page
+            _enough(
+                "window.bytes",
+                f"{window.bytes:,} bytes",
+                window.bytes // one.page_bytes,
+                least,
+                what,
+                _bytes_of(one, least),
+            )
         device = _pages("window.bytes", window.bytes, one.page_bytes, "in each shard")
         key, bound = "window.bytes", f"{window.bytes:,} bytes"
     elif window.num_tokens is not None:
         device, bound = window.num_tokens // one.page_size, f"{window.num_tokens:,} tokens"
-    _enough(key, bound, device, least, what, remedy.format("num_tokens"))
+    _enough(key, bound, device, least, what, enough)
     host, host_bound = _in_proportion(full, device)
     if window.host_tokens is not None:
         host, host_bound = window.host_tokens // one.page_size, f"{window.host_tokens:,} tokens"
@@ -562,12 +572,18 @@ def _in_proportion(full: Geometry, num_pages: int) -> tuple[int, str]:
     return full.host_pages * num_pages // full.num_pages, told
 
 
+def _bytes_of(one: Geometry, num_pages: int) -> str:
+    return f'write window.bytes = "{num_pages * one.page_bytes} B" or more'
+
+
 def _enough(path: str, bound: str, num_pages: int, least: int, what: str, remedy: str) -> None:
     if num_pages < least:
-        raise ConfigError(f"{path}: {bound} makes {num_pages:,} {what}; {remedy}", path=path, value=num_pages)
+        if num_pages == 1:
+            what = what.replace("pages", "page", 1).replace("slots", "slot", 1)
+        raise ConfigError(f"{path}: {bound}: that is {num_pages:,} {what}; {remedy}", path=path, value=num_pages)
     if num_pages > MAX_INT32:
         raise ConfigError(
-            f"{path}: {bound} makes {num_pages:,}, more than a slot number can name ({MAX_INT32}); write less",
+            f"{path}: {bound}: that is {num_pages:,}, more than a slot number can name ({MAX_INT32}); write less",
             path=path,
             value=num_pages,
         )

@@ -176,7 +176,7 @@ class Runner:
             self.promised |= {slot for _, _, slot in ends}
             self.committed = max(self.committed, pages)
             self.ticket += 1
-            floor = rng.choice([None, 4 * rng.randrange(20)])
+            floor = rng.choice([None, 4 * rng.randint(0, len(self.tokens) // 16)])
             self.index.commit(
                 self.session, self.request, self.lease, self.ticket, tokens=4 * pages, ends=ends, floor=floor
             )

@@ -215,7 +215,7 @@ def test_what_follows_from_another_size_is_told_with_that() -> None:
 
 def test_a_window_that_can_not_be_is_told_by_its_stage() -> None:
     with pytest.raises(
-        ConfigError, match=r"^parallel\.stages\.1\.window_num_tokens: 16 tokens makes 1 pages"
+        ConfigError, match=r"^parallel\.stages\.1\.window_num_tokens: 16 tokens: that is 1 page"
     ) as caught:
         weighed("parallel.pp_size=2", "parallel.stages=[{}, {window_num_tokens = 16}]", *WINDOW)
     assert caught.value.path == "parallel.stages.1.window_num_tokens"
