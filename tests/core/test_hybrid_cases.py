@@ -134,9 +134,9 @@ def reaches(world: Hybrid, last: int) -> list[int]:
 def test_the_trace_of_swa_radix_cache() -> None:
     """SWARadixCache 0.5.17, window 2, pages of one token.
 
-    It is the same there, but that one eviction takes the window of all of 1..4, which are one node; here what was slid
-    past goes first, then what no match at the end needs, page by page. Its rule looks at gaps and the end alone, ours at
-    every page; with a window and nothing else the two find the same ends.
+    It is the same there, but that one eviction takes the window of all of 1..4, which are one node; here what was
+    slid past goes first, then what no match at the end needs, page by page. Its rule looks at gaps and the end alone, ours
+    at every page; with a window and nothing else the two find the same ends.
     """
     world = swa(2, 12, num_pages=16)
     runner = world.open_session()
@@ -167,9 +167,9 @@ def test_the_trace_of_swa_radix_cache() -> None:
 def test_the_trace_of_the_unified_tree_with_a_window() -> None:
     """UnifiedRadixCache 0.5.23, window 2, pages of one token.
 
-    The same there, but that what was slid past goes first, and but for the end: tokens 1..5 stay announced after all of the window is gone, though no request can
-    hit them; here the last page that a match can end in takes what is above it along, so routers are told of nothing
-    that is no hit.
+    The same there, but that what was slid past goes first, and but for the end: tokens 1..5 stay announced after all of
+    the window is gone, though no request can hit them; here the last page that a match can end in takes what is above it
+    along, so routers are told of nothing that is no hit.
     """
     world = swa(2, 12, num_pages=16)
     runner = world.open_session()
@@ -352,8 +352,11 @@ def test_what_a_lease_has_slid_past_goes_before_what_a_match_needs() -> None:
 
 @pytest.mark.parametrize("step", [10, 4, 1], ids=["whole", "in chunks", "page by page"])
 def test_ends_of_prompts_outlive_what_others_have_slid_past(step: int) -> None:
-    """All that there is room for, but for what a prompt needs while it is computed. Of parts that are longer than a window
-    each has an end, and of parts of several pages there is one page more, for who asks for the same again."""
+    """All that there is room for, but for what a prompt needs while it is computed.
+
+    Of parts that are longer than a window each has an end, and of parts of several pages there is one page more, for
+    who asks for the same again.
+    """
     window, slots, length = 2, 32, 10
     world = swa(window, slots, num_pages=400)
     runner = world.open_session()
