@@ -135,8 +135,8 @@ def test_the_trace_of_swa_radix_cache() -> None:
     """SWARadixCache 0.5.17, window 2, pages of one token.
 
     It is the same there, but that one eviction takes the window of all of 1..4, which are one node; here what was
-    slid past goes first, then what no match at the end needs, page by page. Its rule looks at gaps and the end alone, ours
-    at every page; with a window and nothing else the two find the same ends.
+    slid past goes first, then what no match at the end needs, page by page. Its rule looks at gaps and the end
+    alone, ours at every page; with a window and nothing else the two find the same ends.
     """
     world = swa(2, 12, num_pages=16)
     runner = world.open_session()
@@ -167,9 +167,9 @@ def test_the_trace_of_swa_radix_cache() -> None:
 def test_the_trace_of_the_unified_tree_with_a_window() -> None:
     """UnifiedRadixCache 0.5.23, window 2, pages of one token.
 
-    The same there, but that what was slid past goes first, and but for the end: tokens 1..5 stay announced after all of
-    the window is gone, though no request can hit them; here the last page that a match can end in takes what is above it
-    along, so routers are told of nothing that is no hit.
+    The same there, but that what was slid past goes first, and but for the end: tokens 1..5 stay announced after
+    all of the window is gone, though no request can hit them; here the last page that a match can end in takes what is
+    above it along, so routers are told of nothing that is no hit.
     """
     world = swa(2, 12, num_pages=16)
     runner = world.open_session()

@@ -544,7 +544,7 @@ MUTATIONS = [
     ),
     mutation("stores that are no chain are joined", EventLog, "_add", " and run.digests[-1][-size:] == parent", ""),
     mutation("a batch's number is given twice", EventLog, "_close_batch", "self.next_seq += 1", "self.next_seq += 0"),
-    mutation("unpublished namespaces are published", Index, "change", "node.space.extras is None", "False"),
+    mutation("unpublished namespaces are published", Index, "tell", "node.space.extras is None", "False"),
     mutation(
         "zero bytes at a page's end are not hashed", hashing.Hasher, "chain", 'f"V{page_bytes}"', 'f"S{page_bytes}"'
     ),

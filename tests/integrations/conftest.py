@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
 LOADED = [
     "sglcache.integrations.transformers.parallel",
     "transformers.generation",
@@ -12,6 +14,12 @@ LOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.models)
 
 
 @pytest.fixture(scope="session")
