@@ -102,12 +102,11 @@ def test_a_window_pool_loses_no_page_over_thousands_of_tombstones(page_size: int
     After each step the sums of both pools are right, no slot has two owners, and each holds its name (`Hybrid.check`).
     """
     size = page_size // 4
-    # Of the second kind fewer: it differs in the window alone.
     world = swa(window, 16, page_size=page_size, num_pages=64, events=False, proof=False)
     runner = world.open_session()
     chance = random.Random(9)
     long = range(1, 32 * size + 1)
-    for k in range(2000 if page_size == 4 else 400):
+    for k in range(2000):
         put(world, runner, long, floor=24 * size)
         put(world, runner, range(k * 1000 + 1000, k * 1000 + 1000 + 16 * size))
         put(world, runner, long, limit=0)
