@@ -16,7 +16,8 @@ All of it is by shape (by page, by end), never by kind. The laws of this file:
   no hit, and its pages would be of no use. One that has its own pages of all companions may stay a while, where those
   it needs above it have gone and it is one of very many there.
 * To the host go a node's companions with Full, or, if Full is there already, by a copy of their own: those of the
-  deepest nodes first, as far as there is room. What finds none is counted, and not tried again.
+  deepest nodes first, as far as there is room. What finds none is counted, and not tried again. Under write_back what
+  is to leave the device alone is copied then, with Full if the host lacks that, and leaves when the copy is over.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Companions:
         self.index = index
         self.page_bytes = index.page_bytes
         self.T = num_tiers
+        self.demoting = dict.fromkeys(range(num_tiers, num_tiers * (1 + len(companions))), 0)  # slots, by cell
         self.kinds = [
             Kind(each.resource, number * num_tiers, number * num_tiers + HOST if num_tiers > HOST else None)
             for number, each in enumerate(companions, 1)
@@ -258,15 +260,64 @@ class Companions:
         index, order = self.index, self.order(c)
         pool = index.pools[c]
         left = index.config.evict_slice
-        while pool.free < num_slots:
+        copying = self.T > HOST and c % self.T == DEVICE and index.backups.policy.on_eviction
+        while pool.free + self.demoting[c] < num_slots:
             if left <= 0:
                 return False
             left -= 1
             node = order.victim()
-            assert node is not None, f"nothing to evict: {pool}, {num_slots} wanted"
+            if node is None:
+                assert copying, f"nothing to evict: {pool}, {num_slots} wanted"
+                return False
+            if copying and self._demote(c, node):
+                continue
             self.drop(c, node)
             self._prune_below(node, index.resources[c].reach)
+        return pool.free >= num_slots
+
+    def _demote(self, c: int, node: Node) -> bool:
+        """Have a copy of what the host lacks of it, and leave when that is over; False: the host has it, or no room."""
+        index, host = self.index, c + HOST
+        if node.cells[host] is not None:
+            return False
+        if node.cells[HOST] is None:
+            if not index.backups.send(node, whole=True):
+                return False
+        else:
+            self.back_up(node, node.num_bytes // self.page_bytes)
+        if node.cells[host] is None:
+            return False
+        count = len(node.cells[c]) // SLOT_BYTES
+        self.demoting[c] += count
+        index.writes[-1].demoted = (c, node, 1 if index.tree.by_end[c] else node.num_bytes, count)
         return True
+
+    def over(self, ticket: Ticket) -> None:
+        """A copy is over, however: what was to leave with it does, unless somebody has come to it meanwhile."""
+        if ticket.demoted is None:
+            return
+        c, end, num_bytes, count = ticket.demoted
+        self.demoting[c] -= count
+        nodes: list[Node] = []
+        node: Node | None = end
+        while num_bytes > 0 and node is not None and node.parent is not None:
+            nodes.append(node)
+            num_bytes -= node.num_bytes
+            node = node.parent
+        lock = self.index.tree.C + c
+        for node in nodes:
+            if node.cells[c] is not None and not node.cells[lock]:
+                self.drop(c, node)
+        for node in nodes:
+            if node.parent is not None:
+                self._prune_below(node, self.index.resources[c].reach)
+
+    def coming(self, needs: Sequence[int]) -> bool:
+        """What some of it lacks is on its way: it leaves with the end of copies."""
+        return any(
+            self.index.pools[kind.device].free < need <= self.index.pools[kind.device].free + self.demoting[kind.device]
+            for need, kind in zip(needs, self.kinds, strict=True)
+        )
 
     def _prune_below(self, node: Node, reach: int) -> None:
         """A companion has lost pages of a node: let the leaves go that needed them, as far as LOOK nodes tell."""

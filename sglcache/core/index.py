@@ -1381,6 +1381,8 @@ class Index:
             pool.free + self.backups.demoting >= waiting.num_fresh or not pool.evictable
         ):
             self._stuck = self.revision  # all that it takes is on its way
+        elif self.companions is not None and self.companions.coming(waiting.more):
+            self._stuck = self.revision
 
     def _short(self, waiting: _Waiting) -> bool:
         """More is wanted than can be had now."""

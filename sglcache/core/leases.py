@@ -204,6 +204,7 @@ class Ticket:
     __slots__ = (
         "cancelled",
         "demote",
+        "demoted",
         "depth",
         "dst",
         "end",
@@ -226,6 +227,8 @@ class Ticket:
         self.ok: bool | None = None  # the ack, once it came
         self.cancelled = False
         self.demote = 0  # pages, the last of them, that leave the device when it is over
+        # Of a companion: cell, node, bytes of its path and slots that leave the device when it is over.
+        self.demoted: tuple[int, Node, int, int] | None = None
         self.fenced = b""  # target slots of a cancelled copy that is still being written
         self.depth = 0  # bytes from the root to the end; known where there are ranges
         self.ranges: Sequence[tuple[int, int, int]] = ()  # of companions: (host cell, from, to), bytes from the root

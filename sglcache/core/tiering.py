@@ -282,6 +282,8 @@ class Backups:
         if companions is not None:
             companions.let_go(ticket)
         orders[DEVICE].unpin(ticket.end)
+        if companions is not None:
+            companions.over(ticket)
         if ticket.demote:
             self._demoted(ticket)
         else:

@@ -14,6 +14,7 @@ import pytest
 
 from sglcache.core.key import ROOT
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
+from sglcache.core.tiering import WritePolicy
 from sglcache.errors import NoSpace
 from sglcache.testing.hybrid import Hybrid
 from sglcache.testing.hybrid_model import FULL, Lease, Runner, pack
@@ -640,4 +641,30 @@ def test_each_companion_tells_how_far_it_alone_would_reach() -> None:
     assert world.peek(range(8)) == (0, 0, (8, 8, 4))
     put(world, runner, range(7), [(2, 7)])
     assert world.peek(range(8)) == (7, 7, (8, 8, 7))
+    world.settle()
+
+
+# -- write_back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["window", "mamba"])
+@pytest.mark.parametrize("ok", [True, False], ids=["copied", "the copy fails"])
+def test_under_write_back_a_companion_leaves_the_device_when_it_is_on_the_host(kind: str, ok: bool) -> None:
+    """Who needs its room waits for that. A copy that fails is no reason to stay."""
+    how = {"host_pages": 32, "host_slots": 16, "write_policy": WritePolicy("write_back")}
+    world = swa(2, 4, **how) if kind == "window" else mamba(1, **how)
+    runner = world.open_session()
+    put(world, runner, range(4), [] if kind == "window" else [(STATE, 4)])
+    assert cached(world, 1) == (4 if kind == "window" else 1)
+    asked = world.acquire(runner, range(100, 104), states=int(kind == "mamba"))
+    assert asked is None, "it waits for the copy"
+    assert matched(world, range(4)) == 4
+    while world.copies:
+        for copy in list(world.copies.values()):
+            world.copy_done(copy, ok)
+        world.steps()
+    assert not world.waiting
+    assert cached(world, 1) == 0
+    assert matched(world, range(4)) == (4 if ok else 0)
+    assert world.index.peek(pack(range(4))).device_tokens == 0
     world.settle()
