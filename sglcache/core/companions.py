@@ -256,7 +256,10 @@ class Companions:
     # -- eviction ---------------------------------------------------------------------------------------------------
 
     def evict(self, c: int, num_slots: int) -> bool:
-        """Evict, least recently used first, until so many are free; False: a slice was used up before."""
+        """Evict, what is needless first and then what was used least recently, until so many are free.
+
+        False: a slice was used up before, or it takes the end of copies that are under way, or were begun here.
+        """
         index, order = self.index, self.order(c)
         pool = index.pools[c]
         left = index.config.evict_slice

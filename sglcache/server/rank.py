@@ -283,7 +283,6 @@ class Rank:
             "restarts": self._start.restarts,
             "http": self._start.http,
             **facts,
-            "pools": [{**pool._asdict(), "tier": pool.tier.name} for pool in stats.pools],
             "gauges": {
                 name: getattr(stats, name)
                 for name in (
@@ -356,6 +355,7 @@ class Rank:
             "socket": str(self.socket),
             "geometry": self.geometry.facts(),
             "companions": [each.facts() for each in self.companions],
+            "pools": [{**pool._asdict(), "tier": pool.tier.name} for pool in self.parts.index.stats().pools],
             "stream": self._stream(),
             "third": third.identity() if third is not None else None,
         }

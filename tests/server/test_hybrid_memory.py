@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,25 @@ def test_the_memory_of_all_resources_is_told(daemon: Daemon) -> None:
     assert told["mamba"]["geometry"]["states"][1] == {"name": "ssm", "shape": [4, 2, 8], "dtype": "float32"}
     assert (told["mamba"]["geometry"]["host_pages"], told["mamba"]["interval"]) == (30, 32)
     assert daemon.info["companions"] == facts["companions"]
+
+
+def test_server_info_has_the_state_of_every_resource(tmp_path: Path) -> None:
+    with (
+        Daemon(tmp_path, window=WINDOW, mamba=MAMBA, http={"enabled": True, "port": 0}) as daemon,
+        daemon.client() as client,
+        client.acquire(range(5 * P), states=2),
+        urllib.request.urlopen(f"{daemon.info['http']}/server_info") as answer,
+    ):
+        (rank,) = json.load(answer)["ranks"]
+        state = {(pool["resource"], pool["tier"]): (pool["leased"], pool["total"]) for pool in rank["pools"]}
+    assert state == {
+        ("full", "DEVICE"): (5, 256),
+        ("full", "HOST"): (0, 512),
+        ("window", "DEVICE"): (5, 64),
+        ("window", "HOST"): (0, 128),
+        ("mamba", "DEVICE"): (2, 20),
+        ("mamba", "HOST"): (0, 30),
+    }
 
 
 def test_the_first_screen_tells_the_size_of_each_resource(daemon: Daemon) -> None:
