@@ -251,6 +251,7 @@ def test_a_tier_of_a_daemon_without_it_or_that_nobody_is_told_of_is_refused_like
                 with pytest.raises(BadRequest, match=r"no tier .*use DEVICE$"):
                     verb(tier)
     with daemon_over(tmp_path, events={"enabled": False}) as daemon, daemon.client() as client:
+        until(lambda: third_of(daemon)["ready"])  # it is known that the folder is empty
         assert client.clear("disk") == {"DISK": 0}
         with pytest.raises(BadRequest, match=r"DISK.*use DEVICE or HOST$"):
             client.dump("disk")
