@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test models check format bench smoke package interop clean
+.PHONY: help install serve demo test models survive check format bench smoke package interop clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ endif
 
 models: $(STAMP) ## real models on a daemon's pages, of every kind of layer: the same words from every tier
 	@$(BIN)/python -m pytest -m models tests/integrations -n auto --dist loadfile $(ARGS)
+
+survive: $(STAMP) ## deaths at every point, a million bad inputs, overload: nothing lost, leaked or stuck
+	@$(BIN)/python -m pytest -m survive tests/survive -n auto --dist loadfile $(ARGS)
 
 smoke: $(STAMP) ## a daemon, a replay and a subscriber, once through
 	@scripts/smoke.sh $(ARGS)

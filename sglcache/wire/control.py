@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 6  # raised when an old peer would misread a new one
+PROTOCOL = 7  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 MAX_FDS = 253  # beside one byte: the kernel's SCM_MAX_FD
