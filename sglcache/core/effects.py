@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sglcache.core.journal import Entry
 from sglcache.core.key import Namespace
 from sglcache.errors import SglcacheError
 from sglcache.units import LeaseId, Seq, SessionId, TicketId, Tier
@@ -34,6 +35,12 @@ class Copy(NamedTuple):
     dst_slots: bytes  # int32 [n]
     lease: LeaseId | None  # the lease whose host hit is loaded; None for a write-through
     more: tuple[Part, ...] = ()  # of companions: of a load they are there before its first layer
+
+
+class Journal(NamedTuple):
+    """Note this of the host tier, before any other effect of the same drain is carried out."""
+
+    entries: list[Entry]
 
 
 class Run(NamedTuple):
@@ -164,4 +171,4 @@ class Wake(NamedTuple):
     result: Result
 
 
-Effect = Copy | Publish | Wake | Store | Probe | Fetch | Cancel
+Effect = Copy | Journal | Publish | Wake | Store | Probe | Fetch | Cancel

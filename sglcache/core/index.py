@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglcache.core import hashing
+from sglcache.core import hashing, journal
 from sglcache.core.companions import PRUNED, Companions, Need
 from sglcache.core.effects import (
     Committed,
@@ -24,6 +24,7 @@ from sglcache.core.effects import (
     Effect,
     Extended,
     Grant,
+    Journal,
     Part,
     Prefetched,
     Publish,
@@ -86,6 +87,7 @@ class IndexConfig:
     load_back_quota: int = 0  # pages that may be on their way from the host at once; 0: as many as there are
     l3: L3Config | None = None  # below the host; it needs one, and no companions
     companions: tuple[Companion, ...] = ()  # resources beside Full
+    journal: bool = False  # tell a journal of the host tier
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -231,6 +233,7 @@ class Index:
         self.orders = self.tree.orders
         self._by_use = self.tree.facts.by_use
         self.telling = config.events
+        self.journal: list[journal.Entry] | None = [] if config.journal and num_tiers > HOST else None
         self.log: EventLog | None = None
         if config.events or config.l3 is not None:
             self.log = EventLog(
@@ -850,6 +853,8 @@ class Index:
         for reasons, pool in zip(LEFT, self.pools[: self.T], strict=False):
             self.counters[reasons[2]] += pool.cached
         self.pools[:] = [SlotPool(pool.total) for pool in self.pools]
+        if self.journal is not None:
+            self.journal.append(journal.Cleared())
         self._graves += self.tree.drop_all()
         self.backups.forget()
         if self.l3 is not None:
@@ -876,9 +881,12 @@ class Index:
         self.backups.done(ticket, ok)
 
     def host_ready(self, num_pages: int) -> None:
-        """The first `num_pages` host pages are usable now, no fewer than before. What found no room is tried again."""
+        """The first `num_pages` host pages are usable now. What found no room is tried again. Fewer than before: no news,
+        for more were found to be there."""
         pool = self.pools[HOST]
-        assert pool.total <= num_pages <= self.config.host_pages, f"{num_pages} after {pool!r}"
+        assert num_pages <= self.config.host_pages, f"{num_pages} after {pool!r}"
+        if num_pages <= pool.total:
+            return
         self._moves += 1
         pool.free += num_pages - pool.total
         pool.total = num_pages
@@ -929,19 +937,24 @@ class Index:
         return done
 
     def drain(self, ts: float | None = None) -> list[Effect]:
-        """The effects so far, batches first, in order.
+        """The effects so far, what the journal is to note and then batches first, in order.
 
         A removal is on the stream before anyone hears of the page it freed: what removals are queued is cut first.
         If that takes more than a slice `held` is set, and everything but batches stays until a later `drain`.
         """
         log = self.log
+        published: list[Effect] = []
+        if self.journal:
+            published.append(Journal(self.journal))
+            self.journal = []
         if log is None:
-            effects, self._effects = self._effects, []
-            return effects
+            published += self._effects
+            self._effects = []
+            return published
         if log.removals:
             self.cut(self._ts if ts is None else ts)
-        published: list[Effect] = [*log.published]
-        if published:
+        if log.published:
+            published += log.published
             log.published = []
         if not self.held and self._effects:
             published += self._effects
@@ -1718,15 +1731,18 @@ class Index:
     def change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
         """The node's pages are in this tier from now on, or are no longer. The one place that says so."""
         self.version += 1
-        if self.telling:
+        if self.telling or self.journal is not None:
             self.tell(c, node, present, session_id)
 
     def tell(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
-        """Have routers know that a cell is there from now on, or no longer; of a companion's if it has a group."""
+        """Have the journal and routers know that a cell is there from now on, or no longer; of a companion's routers only
+        if it has a group."""
+        resource, tier = (0, c) if c < self.T else divmod(c, self.T)
+        if tier == HOST and self.journal is not None:
+            self.journal.append(journal.entry(resource, self.tree.by_end[c], c, node, present))
         log = self.log
         if log is None or not self.telling:
             return
-        resource, tier = (0, c) if c < self.T else divmod(c, self.T)
         if node.space.extras is None:
             if not resource:
                 self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes

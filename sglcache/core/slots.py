@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 SLOT_BYTES = 4
 CRUMB_BYTES = 64 * SLOT_BYTES  # shorter runs are joined: a stack of them would cost a step each
@@ -86,6 +87,18 @@ class SlotPool:
             self._crumbs += slots
         else:
             self._runs.append(slots)
+
+    def adopt(self, slots: npt.NDArray[np.int64]) -> None:
+        """Of a pool of which nothing was taken yet: these, all different, are cached."""
+        if len(slots):
+            stop = int(slots.max()) + 1
+            assert stop <= self.total and self.free == self.total, f"adopt({stop - 1}) into {self!r}"
+            free = np.ones(stop, bool)
+            free[slots] = False
+            self._virgin = stop
+            self._runs.append(np.flatnonzero(free).astype("<i4")[::-1].tobytes())
+            self.free -= len(slots)
+            self.cached += len(slots)
 
     def free_slots(self) -> bytes:
         """A copy of the free list, for proofs."""

@@ -1,0 +1,425 @@
+"""The journal of a rank's host tier: what each host slot holds, in memory that outlives the process.
+
+It is no log but a table, a row a slot, so it never grows, needs no compaction, and is read in one pass: what a page
+is costs a row where it comes and eight bytes where it goes. Its life is that of its descriptor, not of the machine:
+nothing is flushed, since the death of a process loses no store that it made, and a machine that goes down takes the
+pages along.
+
+    page 0              head: what the rows are rows of, and which sequences count
+    rows of full KV     [slots of the host] seq, check, owner's seq, owner, name, tokens
+    rows of companions  [slots] seq, check, owner's seq, owner
+    names               [chunks] of namespaces: seq, check, next, size, bytes
+
+Laws:
+
+* One writer, the rank. A sequence number is given once in all lives: a row says who owns it by slot and number, so what
+  was written of a slot's earlier page is never taken for the next one's.
+* A row that was being written when the process died is no row: `check` covers all of it and the slot's number. Eight
+  bytes aligned are written at once, so a row that was being taken away is either there or not.
+* Rows are noted before what follows from them is done (`core.effects.Journal`): a page's row after its bytes are there,
+  its end before its slot is handed on. So at any moment the rows that are right tell of pages whose bytes are whole.
+* What it was written for decides whether it counts: another geometry, another boot of the machine, other pools, a life
+  that stopped trusting its own books (`distrust`) or that died while it took these very rows make it as good as empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sglcache.core.journal import Absent, Cleared, Entry, Present
+from sglcache.core.key import Namespace
+from sglcache.core.restore import NOBODY, Restored, Rows, Survivors
+from sglcache.memory.mapping import Region
+
+logger = logging.getLogger("sglcache.journal")
+
+MAGIC = b"sglcjrn1"
+HEAD_BYTES = 4096
+HEAD = struct.Struct("<8sQQ32s")  # magic, floor, taking, what it is of
+CHUNK_BYTES = 40  # of a name
+NAMES_PER_SLOT = 4  # chunks; what is not used costs no memory
+FEW_NAMES = 4096
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+U64 = npt.NDArray[np.uint64]
+Slots = npt.NDArray[np.int32]
+
+
+class Shape(NamedTuple):
+    """What the rows are of."""
+
+    span: int  # tokens of a page and, with bigram keys, the one behind it
+    num_slots: Sequence[int]  # of the host pools: full KV's, then each companion's
+    by_end: Sequence[bool] = (False,)  # likewise
+
+    @property
+    def num_chunks(self) -> int:
+        return NAMES_PER_SLOT * self.num_slots[0] + FEW_NAMES
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole; memory is taken as rows are written."""
+        tables = sum(count * kind.itemsize for count, kind in zip(self.num_slots, self._kinds, strict=True))
+        return HEAD_BYTES + tables + self.num_chunks * _NAME.itemsize
+
+    @property
+    def _kinds(self) -> list[np.dtype[Any]]:
+        return [_page_row(self.span), *[_COMPANION] * (len(self.num_slots) - 1)]
+
+
+def _page_row(span: int) -> np.dtype[Any]:
+    return np.dtype(
+        [
+            ("seq", "<u8"),
+            ("check", "<u8"),
+            ("owner_seq", "<u8"),
+            ("owner", "<i4"),
+            ("name", "<i4"),
+            ("tokens", "<u4", (span + span % 2,)),  # rows are whole words of eight bytes
+        ]
+    )
+
+
+_COMPANION = np.dtype([("seq", "<u8"), ("check", "<u8"), ("owner_seq", "<u8"), ("owner", "<i4"), ("pad", "<i4")])
+_NAME = np.dtype([("seq", "<u8"), ("check", "<u8"), ("next", "<i4"), ("size", "<i4"), ("text", "u1", (CHUNK_BYTES,))])
+
+
+class _Table:
+    """Rows of one kind in shared memory, an index each. A row is there if its sequence is not 0 and its check right."""
+
+    def __init__(self, buffer: npt.NDArray[np.uint8], kind: np.dtype[Any], salt: int) -> None:
+        self.rows = buffer.view(kind)
+        self.words = buffer.view("<u8").reshape(len(self.rows), kind.itemsize // 8)
+        self.seqs: U64 = self.rows["seq"]
+        rng = np.random.Generator(np.random.PCG64(salt))
+        # A word that changes alone changes the sum, its factor being odd; several do but once in 2**64 or so.
+        self._factors = rng.integers(0, 1 << 63, kind.itemsize // 8, np.uint64) * np.uint64(2) + np.uint64(1)
+        self._factors[1] = 0  # the check itself
+        self._place = rng.integers(0, 1 << 63, 1, np.uint64) * np.uint64(2) + np.uint64(1)
+
+    def put(self, places: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
+        words = rows.view("<u8").reshape(len(rows), -1)
+        rows["check"] = self._sums(places, words)
+        self.rows[places] = rows
+
+    def clear(self, places: npt.NDArray[Any]) -> None:
+        self.seqs[places] = 0
+
+    def right(self, places: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Which of these are rows, whole."""
+        return (self.seqs[places] != 0) & (self.rows["check"][places] == self._sums(places, self.words[places]))
+
+    def _sums(self, places: npt.NDArray[Any], words: U64) -> U64:
+        sums: U64 = words @ self._factors + places.astype(np.uint64) * self._place
+        return sums ^ (sums >> np.uint64(29))
+
+
+class Journal:
+    """The tables in one mapping, and who writes them. Make one, `load`, put what it has into an index, `taken`."""
+
+    def __init__(self, region: Region, shape: Shape, identity: bytes) -> None:
+        """`identity`: what else must be as it was for the rows to count; see `identity_of`."""
+        self.shape = shape
+        self._head = memoryview(region).cast("B")[:HEAD_BYTES]
+        self._of = hashlib.sha256(msgspec.msgpack.encode([list(shape.num_slots), list(shape.by_end), shape.span]) + identity)
+        buffer = np.frombuffer(memoryview(region), np.uint8)
+        at = HEAD_BYTES
+        self._tables: list[_Table] = []
+        for number, (count, kind) in enumerate(
+            zip((*shape.num_slots, shape.num_chunks), (*shape._kinds, _NAME), strict=True)
+        ):
+            stop = at + count * kind.itemsize
+            self._tables.append(_Table(buffer[at:stop], kind, number))
+            at = stop
+        self._names = self._tables.pop()
+        self._last_seq = 0
+        self.num_rows = 0  # written in this life
+        self.num_unnamed = 0  # pages left out, since their namespace found no place
+        self._refs: dict[Namespace, list[int]] = {}  # first chunk, its sequence, rows that name it
+        self._named: dict[int, Namespace] = {}  # by slot
+        self._chunks: list[int] = []  # given back
+        self._next_chunk = 0
+
+    # -- another life's -------------------------------------------------------------------------------------------
+
+    def load(self) -> Survivors | None:
+        """What the lives before have left; None, with the reason in the log, if nothing of it counts.
+
+        Either way it is this life's from now on: see `taken`.
+        """
+        magic, floor, taking, of = HEAD.unpack_from(self._head)
+        new = not any(self._head[: HEAD.size])
+        why = ""
+        if magic != MAGIC:
+            why = "it is no journal"
+        elif of != self._of.digest():
+            why = "it is of other pools, another geometry or another boot"
+        elif taking:
+            why = "the life before died while it took what is there"
+        self._last_seq = floor
+        if why:
+            if not new:
+                logger.warning("the journal is not taken, and the host tier begins empty: %s", why)
+            self._forget_all()
+            return None
+        self._write_head(floor, taking=1)
+        tables = [(table, self._whole(table, floor)) for table in self._tables]
+        self._last_seq = max([floor, *[int(table.seqs[places].max()) for table, places in tables if len(places)]])
+        names = self._read_names(floor)
+        full, places = tables[0]
+        heads = places[full.rows["owner"][places] == NOBODY]
+        namespaces: dict[int, Namespace] = {}
+        for slot in heads.tolist():
+            row = full.rows[slot]
+            known = names.get((int(row["name"]), int(row["owner_seq"])))
+            if known is not None:
+                namespaces[slot] = known
+        return Survivors(
+            _rows(full, places),
+            np.ascontiguousarray(full.rows["tokens"][places, : self.shape.span]),
+            namespaces,
+            [_rows(table, places) for table, places in tables[1:]],
+        )
+
+    def taken(self, survivors: Survivors | None, restored: Restored | None) -> None:
+        """What of it is in the index again: all other rows are none any more. From here on `note`."""
+        if survivors is None or restored is None:
+            return
+        for table, slots in zip(self._tables, restored.slots, strict=True):
+            stays = np.zeros(len(table.rows), bool)
+            stays[slots] = True
+            table.clear(np.flatnonzero((table.seqs != 0) & ~stays))
+        full = self._tables[0]
+        used: set[int] = set()
+        rows = full.rows
+        for slot in restored.slots[0].tolist():
+            if rows["owner"][slot] != NOBODY:
+                continue
+            namespace = survivors.namespaces[slot]
+            first, seq = int(rows["name"][slot]), int(rows["owner_seq"][slot])
+            self._named[slot] = namespace
+            held = self._refs.setdefault(namespace, [first, seq, 0])
+            held[2] += 1
+            used.update(self._chain(first))
+        there = np.flatnonzero(self._names.seqs != 0)
+        self._next_chunk = int(there[-1]) + 1 if len(there) else 0
+        self._chunks = [chunk for chunk in range(self._next_chunk) if chunk not in used]
+        self._names.clear(np.asarray(self._chunks, np.int64))
+        self._write_head(int(HEAD.unpack_from(self._head)[1]), taking=0)
+
+    def distrust(self) -> None:
+        """What the index holds is not known: nothing that was noted counts, now or in a later life."""
+        self._write_head(self._last_seq, taking=0)
+
+    def _whole(self, table: _Table, floor: int) -> npt.NDArray[np.int64]:
+        """Rows that are right and count."""
+        places = np.flatnonzero(table.seqs > floor)
+        parts = [part[table.right(part)] for part in np.array_split(places, len(places) // 65536 + 1)]
+        return np.concatenate(parts)
+
+    def _read_names(self, floor: int) -> dict[tuple[int, int], Namespace]:
+        """By first chunk and sequence."""
+        table = self._names
+        places = self._whole(table, floor)
+        right = set(places.tolist())
+        found: dict[tuple[int, int], Namespace] = {}
+        for first in places.tolist():
+            size, seq = int(table.rows["size"][first]), int(table.seqs[first])
+            if size < 0:
+                continue  # it goes on with another's
+            text, chunk = bytearray(), first
+            while len(text) < size and chunk in right and int(table.seqs[chunk]) == seq:
+                text += table.rows["text"][chunk].tobytes()
+                chunk = int(table.rows["next"][chunk])
+            if len(text) >= size:
+                try:
+                    found[first, seq] = Namespace(*_decode_name(bytes(text[:size])))
+                except msgspec.DecodeError:
+                    logger.warning("a namespace in the journal can't be read; its pages are not taken")
+        return found
+
+    def _chain(self, first: int) -> Iterable[int]:
+        table = self._names
+        seq = table.seqs[first]
+        chunk = first
+        while chunk >= 0 and table.seqs[chunk] == seq:
+            yield chunk
+            chunk = int(table.rows["next"][chunk])
+
+    def _forget_all(self) -> None:
+        """Nothing counts. What was written before has lower numbers, if it is rows at all."""
+        for table in (*self._tables, self._names):
+            places = np.flatnonzero(table.seqs)
+            if len(places):
+                table.clear(places)
+        self._write_head(0, taking=0)
+        self._last_seq = 0
+
+    def _write_head(self, floor: int, taking: int) -> None:
+        HEAD.pack_into(self._head, 0, MAGIC, floor, taking, self._of.digest())
+
+    # -- this life's ----------------------------------------------------------------------------------------------
+
+    def note(self, entries: Sequence[Entry]) -> None:
+        """Write down what became of the host tier, in this order."""
+        batch: list[Present] = []
+        for each in entries:
+            if type(each) is Present:
+                if batch and batch[0].resource != each.resource:
+                    self._put(batch)
+                    batch = []
+                batch.append(each)
+                continue
+            if batch:
+                self._put(batch)
+                batch = []
+            if type(each) is Absent:
+                self._clear(each)
+            else:
+                assert type(each) is Cleared
+                self._write_head(self._last_seq, taking=0)
+                self._refs.clear()
+                self._named.clear()
+                self._chunks = []
+                self._next_chunk = 0
+        if batch:
+            self._put(batch)
+
+    def _put(self, batch: Sequence[Present]) -> None:
+        """Rows of one resource."""
+        resource = batch[0].resource
+        table, full = self._tables[resource], self._tables[0]
+        slots: Slots = np.frombuffer(b"".join([each.slots for each in batch]), "<i4")
+        count = len(slots)
+        first = self._last_seq + 1
+        self._last_seq += count
+        self.num_rows += count
+        rows = np.zeros(count, table.rows.dtype)
+        rows["seq"] = seqs = np.arange(first, first + count, dtype=np.uint64)
+        if resource:
+            owners = np.frombuffer(b"".join([each.owners for each in batch]), "<i4")
+            rows["owner"] = owners
+            rows["owner_seq"] = full.seqs[owners]
+            table.put(slots, rows)
+            return
+        owners = rows["owner"]
+        owners[1:] = slots[:-1]
+        owner_seqs = rows["owner_seq"]
+        owner_seqs[1:] = seqs[:-1]
+        tokens = rows["tokens"]
+        span = self.shape.span
+        at = 0
+        left_out: list[int] = []
+        for each in batch:
+            pages = len(each.slots) >> 2
+            stop = at + pages
+            run = np.frombuffer(each.tokens, "<u4")
+            size = len(run) // pages
+            tokens[at:stop, :size] = run[: pages * size].reshape(pages, size)
+            if span > size:  # bigram: the one behind is the first of the next page
+                tokens[at : stop - 1, size] = tokens[at + 1 : stop, 0]
+                tokens[stop - 1, size] = run[-1]
+            if each.owners:
+                above = int.from_bytes(each.owners, "little")
+                owners[at] = above
+                owner_seqs[at] = self._seq_of(above, slots, seqs, at)
+            else:
+                assert each.namespace is not None
+                owners[at] = NOBODY
+                name = self._name(each.namespace, int(slots[at]))
+                if name is None:
+                    left_out.append(at)
+                else:
+                    rows["name"][at], owner_seqs[at] = name
+            at = stop
+        table.put(slots, rows)
+        if left_out:
+            self.num_unnamed += len(left_out)
+            table.clear(slots[left_out])
+
+    def _seq_of(self, above: int, slots: Slots, seqs: U64, before: int) -> int:
+        """The sequence of the page above, which may be told of in the same batch."""
+        here = np.flatnonzero(slots[:before] == above)
+        return int(seqs[here[-1]] if len(here) else self._tables[0].seqs[above])
+
+    def _clear(self, absent: Absent) -> None:
+        slots = np.frombuffer(absent.slots, "<i4")
+        self._tables[absent.resource].clear(slots)
+        if not absent.resource and self._named:
+            # Only the first page of a run can be the first of its namespace.
+            namespace = self._named.pop(int(slots[0]), None)
+            if namespace is not None:
+                held = self._refs[namespace]
+                held[2] -= 1
+                if not held[2]:
+                    del self._refs[namespace]
+                    chunks = list(self._chain(held[0]))
+                    self._names.clear(np.asarray(chunks))
+                    self._chunks += chunks
+
+    def _name(self, namespace: Namespace, slot: int) -> tuple[int, int] | None:
+        """Where the namespace stands, as (first chunk, sequence), now also for this slot. None: there is no room."""
+        held = self._refs.get(namespace)
+        if held is None:
+            text = _encode_name(list(namespace))
+            count = -(-len(text) // CHUNK_BYTES)
+            fresh = max(0, count - len(self._chunks))
+            if self._next_chunk + fresh > self.shape.num_chunks:
+                return None
+            chunks = [self._chunks.pop() for _ in range(count - fresh)]
+            chunks += range(self._next_chunk, self._next_chunk + fresh)
+            self._next_chunk += fresh
+            self._last_seq += 1
+            rows = np.zeros(count, _NAME)
+            rows["seq"] = self._last_seq
+            rows["next"] = [*chunks[1:], -1]
+            rows["size"] = -1
+            rows["size"][0] = len(text)
+            padded = text.ljust(count * CHUNK_BYTES, b"\0")
+            rows["text"] = np.frombuffer(padded, np.uint8).reshape(count, CHUNK_BYTES)
+            self._names.put(np.asarray(chunks), rows)
+            held = self._refs[namespace] = [chunks[0], self._last_seq, 0]
+        held[2] += 1
+        self._named[slot] = namespace
+        return held[0], held[1]
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def rows_of(self, resource: int, slots: npt.NDArray[Any]) -> Rows:
+        """What it has of these slots; a sequence of 0 where that is nothing, or nothing right."""
+        table = self._tables[resource]
+        right = table.right(slots)
+        rows = _rows(table, slots.astype(np.int64))
+        return rows._replace(seqs=np.where(right, rows.seqs, np.uint64(0)))
+
+    def num_held(self, resource: int) -> int:
+        """Slots with a row."""
+        floor = HEAD.unpack_from(self._head)[1]
+        return int((self._tables[resource].seqs > floor).sum())
+
+    def seq_of(self, resource: int, slot: int) -> int:
+        """The sequence of a slot's row, 0 if there is none. Any thread may look: it is one aligned load."""
+        return int(self._tables[resource].seqs[slot])
+
+
+def identity_of(*facts: Any) -> bytes:
+    """Facts by which memory is known again: of the model and its pages, of the pools (by inode), of the boot."""
+    return msgspec.msgpack.encode([BOOT_ID.read_text().strip() if BOOT_ID.exists() else "", *facts])
+
+
+def _rows(table: _Table, places: npt.NDArray[np.int64]) -> Rows:
+    rows = table.rows
+    return Rows(places, table.seqs[places], rows["owner"][places].astype(np.int64), rows["owner_seq"][places])
+
+
+_encode_name = msgspec.msgpack.Encoder().encode
+_decode_name = msgspec.msgpack.Decoder(tuple[str | None, str | None, str | None]).decode
