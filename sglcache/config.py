@@ -301,6 +301,17 @@ class HostConfig(Section):
     load_back_threshold: int = Field(
         default=0, ge=0, le=1 << 31, description="Tokens: a hit of fewer on the host alone is computed again."
     )
+    keep: bool = Field(
+        default=True,
+        description="Have its pages outlive a rank that dies: the next life serves them. It costs a row of memory a "
+        "page, and some microseconds when a page comes.",
+    )
+    keep_path: FilePath | None = Field(
+        default=None,
+        description="A folder, best on a tmpfs such as /dev/shm, whose files hold its pages, so that they outlive the "
+        "whole daemon, until the machine boots again. All of the memory is taken at the start. `sglcache purge` "
+        "removes it.",
+    )
     load_back_quota: int = Field(
         default=0,
         ge=0,

@@ -881,8 +881,10 @@ class Index:
         self.backups.done(ticket, ok)
 
     def host_ready(self, num_pages: int) -> None:
-        """The first `num_pages` host pages are usable now. What found no room is tried again. Fewer than before: no news,
-        for more were found to be there."""
+        """The first `num_pages` host pages are usable now. What found no room is tried again.
+
+        Fewer than before is no news: a life may begin with more.
+        """
         pool = self.pools[HOST]
         assert num_pages <= self.config.host_pages, f"{num_pages} after {pool!r}"
         if num_pages <= pool.total:
@@ -1735,8 +1737,10 @@ class Index:
             self.tell(c, node, present, session_id)
 
     def tell(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
-        """Have the journal and routers know that a cell is there from now on, or no longer; of a companion's routers only
-        if it has a group."""
+        """Have the journal and routers know that a cell is there from now on, or no longer.
+
+        Of a companion's routers are told if it has a group.
+        """
         resource, tier = (0, c) if c < self.T else divmod(c, self.T)
         if tier == HOST and self.journal is not None:
             self.journal.append(journal.entry(resource, self.tree.by_end[c], c, node, present))

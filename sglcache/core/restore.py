@@ -111,9 +111,7 @@ def _plan(index: Index, survivors: Survivors) -> _Plan:
     linked = parents >= 0
     linked[linked] = seqs[parents[linked]] == owner_seqs[linked]
     linked &= parents < np.arange(count)
-    roots = (owners == NOBODY) & np.fromiter(
-        (int(slot) in survivors.namespaces for slot in slots), bool, count
-    )
+    roots = (owners == NOBODY) & np.fromiter((int(slot) in survivors.namespaces for slot in slots), bool, count)
     # By whole strides: each page's ancestor 1, 2, 4, ... above it, until all are at an end of their path.
     top = np.where(linked, parents, np.arange(count))
     while True:

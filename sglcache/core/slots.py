@@ -92,7 +92,8 @@ class SlotPool:
         """Of a pool of which nothing was taken yet: these, all different, are cached."""
         if len(slots):
             stop = int(slots.max()) + 1
-            assert stop <= self.total and self.free == self.total, f"adopt({stop - 1}) into {self!r}"
+            assert stop <= self.total, f"adopt({stop - 1}) into {self!r}"
+            assert self.free == self.total, f"{self!r} has been taken from"
             free = np.ones(stop, bool)
             free[slots] = False
             self._virgin = stop

@@ -6,16 +6,16 @@ nothing is flushed, since the death of a process loses no store that it made, an
 pages along.
 
     page 0              head: what the rows are rows of, and which sequences count
-    rows of full KV     [slots of the host] seq, check, owner's seq, owner, name, tokens
-    rows of companions  [slots] seq, check, owner's seq, owner
-    names               [chunks] of namespaces: seq, check, next, size, bytes
+    rows of full KV     [slots of the host] sequences; then check, owner's sequence, owner, name, tokens
+    rows of companions  [slots] sequences; then check, owner's sequence, owner
+    names               [chunks] of namespaces: sequences; then check, next, size, bytes
 
 Laws:
 
 * One writer, the rank. A sequence number is given once in all lives: a row says who owns it by slot and number, so what
   was written of a slot's earlier page is never taken for the next one's.
-* A row that was being written when the process died is no row: `check` covers all of it and the slot's number. Eight
-  bytes aligned are written at once, so a row that was being taken away is either there or not.
+* A row that was being written when the process died is no row: `check` covers all of it, its sequence and the slot's
+  number. Eight bytes aligned are written at once, so a row that was being taken away is either there or not.
 * Rows are noted before what follows from them is done (`core.effects.Journal`): a page's row after its bytes are there,
   its end before its slot is handed on. So at any moment the rows that are right tell of pages whose bytes are whole.
 * What it was written for decides whether it counts: another geometry, another boot of the machine, other pools, a life
@@ -29,7 +29,7 @@ import logging
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,12 +38,15 @@ import numpy.typing as npt
 from sglcache.core.journal import Absent, Cleared, Entry, Present
 from sglcache.core.key import Namespace
 from sglcache.core.restore import NOBODY, Restored, Rows, Survivors
-from sglcache.memory.mapping import Region
+
+if TYPE_CHECKING:
+    from sglcache.memory.mapping import Region
 
 logger = logging.getLogger("sglcache.journal")
 
 MAGIC = b"sglcjrn1"
 HEAD_BYTES = 4096
+SEQ_BYTES = 8
 HEAD = struct.Struct("<8sQQ32s")  # magic, floor, taking, what it is of
 CHUNK_BYTES = 40  # of a name
 NAMES_PER_SLOT = 4  # chunks; what is not used costs no memory
@@ -68,18 +71,18 @@ class Shape(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of the whole; memory is taken as rows are written."""
-        tables = sum(count * kind.itemsize for count, kind in zip(self.num_slots, self._kinds, strict=True))
-        return HEAD_BYTES + tables + self.num_chunks * _NAME.itemsize
+        return HEAD_BYTES + sum(count * (SEQ_BYTES + kind.itemsize) for count, kind in self.tables)
 
     @property
-    def _kinds(self) -> list[np.dtype[Any]]:
-        return [_page_row(self.span), *[_COMPANION] * (len(self.num_slots) - 1)]
+    def tables(self) -> list[tuple[int, np.dtype[Any]]]:
+        """Rows, and what each is, in the order in which they lie there."""
+        kinds = [_page_row(self.span), *[_COMPANION] * (len(self.num_slots) - 1), _NAME]
+        return list(zip((*self.num_slots, self.num_chunks), kinds, strict=True))
 
 
 def _page_row(span: int) -> np.dtype[Any]:
     return np.dtype(
         [
-            ("seq", "<u8"),
             ("check", "<u8"),
             ("owner_seq", "<u8"),
             ("owner", "<i4"),
@@ -89,26 +92,33 @@ def _page_row(span: int) -> np.dtype[Any]:
     )
 
 
-_COMPANION = np.dtype([("seq", "<u8"), ("check", "<u8"), ("owner_seq", "<u8"), ("owner", "<i4"), ("pad", "<i4")])
-_NAME = np.dtype([("seq", "<u8"), ("check", "<u8"), ("next", "<i4"), ("size", "<i4"), ("text", "u1", (CHUNK_BYTES,))])
+_COMPANION = np.dtype([("check", "<u8"), ("owner_seq", "<u8"), ("owner", "<i4"), ("pad", "<i4")])
+_NAME = np.dtype([("check", "<u8"), ("next", "<i4"), ("size", "<i4"), ("text", "u1", (CHUNK_BYTES,))])
 
 
 class _Table:
-    """Rows of one kind in shared memory, an index each. A row is there if its sequence is not 0 and its check right."""
+    """Rows of one kind in shared memory, an index each. A row is there if its sequence is not 0 and its check right.
 
-    def __init__(self, buffer: npt.NDArray[np.uint8], kind: np.dtype[Any], salt: int) -> None:
-        self.rows = buffer.view(kind)
-        self.words = buffer.view("<u8").reshape(len(self.rows), kind.itemsize // 8)
-        self.seqs: U64 = self.rows["seq"]
+    The sequences lie by themselves: to look through them all touches no other memory.
+    """
+
+    def __init__(self, buffer: npt.NDArray[np.uint8], count: int, kind: np.dtype[Any], salt: int) -> None:
+        self.seqs: U64 = buffer[: count * SEQ_BYTES].view("<u8")
+        self.rows = buffer[count * SEQ_BYTES :].view(kind)
+        self.words = buffer[count * SEQ_BYTES :].view("<u8").reshape(count, kind.itemsize // 8)
         rng = np.random.Generator(np.random.PCG64(salt))
         # A word that changes alone changes the sum, its factor being odd; several do but once in 2**64 or so.
         self._factors = rng.integers(0, 1 << 63, kind.itemsize // 8, np.uint64) * np.uint64(2) + np.uint64(1)
-        self._factors[1] = 0  # the check itself
-        self._place = rng.integers(0, 1 << 63, 1, np.uint64) * np.uint64(2) + np.uint64(1)
+        self._factors[0] = 0  # the check itself
+        self._place, self._seq = rng.integers(0, 1 << 63, 2, np.uint64) * np.uint64(2) + np.uint64(1)
 
-    def put(self, places: npt.NDArray[Any], rows: npt.NDArray[Any]) -> None:
-        words = rows.view("<u8").reshape(len(rows), -1)
-        rows["check"] = self._sums(places, words)
+    def number(self, places: npt.NDArray[Any], seqs: U64) -> None:
+        """Give these rows their sequences; they are none before `put`."""
+        self.seqs[places] = seqs
+
+    def put(self, places: npt.NDArray[Any], seqs: U64, rows: npt.NDArray[Any]) -> None:
+        """Write rows that have been given their numbers."""
+        rows["check"] = self._sums(places, seqs, rows.view("<u8").reshape(len(rows), -1))
         self.rows[places] = rows
 
     def clear(self, places: npt.NDArray[Any]) -> None:
@@ -116,10 +126,12 @@ class _Table:
 
     def right(self, places: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which of these are rows, whole."""
-        return (self.seqs[places] != 0) & (self.rows["check"][places] == self._sums(places, self.words[places]))
+        seqs, words = self.seqs[places], self.words[places]
+        found: npt.NDArray[np.bool_] = np.logical_and(seqs != 0, words[:, 0] == self._sums(places, seqs, words))
+        return found
 
-    def _sums(self, places: npt.NDArray[Any], words: U64) -> U64:
-        sums: U64 = words @ self._factors + places.astype(np.uint64) * self._place
+    def _sums(self, places: npt.NDArray[Any], seqs: U64, words: U64) -> U64:
+        sums: U64 = words @ self._factors + places.astype(np.uint64) * self._place + seqs * self._seq
         return sums ^ (sums >> np.uint64(29))
 
 
@@ -130,18 +142,19 @@ class Journal:
         """`identity`: what else must be as it was for the rows to count; see `identity_of`."""
         self.shape = shape
         self._head = memoryview(region).cast("B")[:HEAD_BYTES]
-        self._of = hashlib.sha256(msgspec.msgpack.encode([list(shape.num_slots), list(shape.by_end), shape.span]) + identity)
+        self._of = hashlib.sha256(
+            msgspec.msgpack.encode([list(shape.num_slots), list(shape.by_end), shape.span]) + identity
+        )
         buffer = np.frombuffer(memoryview(region), np.uint8)
         at = HEAD_BYTES
         self._tables: list[_Table] = []
-        for number, (count, kind) in enumerate(
-            zip((*shape.num_slots, shape.num_chunks), (*shape._kinds, _NAME), strict=True)
-        ):
-            stop = at + count * kind.itemsize
-            self._tables.append(_Table(buffer[at:stop], kind, number))
+        for number, (count, kind) in enumerate(shape.tables):
+            stop = at + count * (SEQ_BYTES + kind.itemsize)
+            self._tables.append(_Table(buffer[at:stop], count, kind, number))
             at = stop
         self._names = self._tables.pop()
         self._last_seq = 0
+        self._floor = 0  # rows up to this number are none
         self.num_rows = 0  # written in this life
         self.num_unnamed = 0  # pages left out, since their namespace found no place
         self._refs: dict[Namespace, list[int]] = {}  # first chunk, its sequence, rows that name it
@@ -157,6 +170,7 @@ class Journal:
         Either way it is this life's from now on: see `taken`.
         """
         magic, floor, taking, of = HEAD.unpack_from(self._head)
+        self._floor = floor
         new = not any(self._head[: HEAD.size])
         why = ""
         if magic != MAGIC:
@@ -169,12 +183,16 @@ class Journal:
         if why:
             if not new:
                 logger.warning("the journal is not taken, and the host tier begins empty: %s", why)
-            self._forget_all()
+            if not new:
+                for table in (*self._tables, self._names):
+                    table.clear(np.flatnonzero(table.seqs))
+            self._last_seq = 0
+            self._write_head(0)
             return None
         self._write_head(floor, taking=1)
-        tables = [(table, self._whole(table, floor)) for table in self._tables]
+        tables = [(table, self._whole(table)) for table in self._tables]
         self._last_seq = max([floor, *[int(table.seqs[places].max()) for table, places in tables if len(places)]])
-        names = self._read_names(floor)
+        names = self._read_names()
         full, places = tables[0]
         heads = places[full.rows["owner"][places] == NOBODY]
         namespaces: dict[int, Namespace] = {}
@@ -214,22 +232,22 @@ class Journal:
         self._next_chunk = int(there[-1]) + 1 if len(there) else 0
         self._chunks = [chunk for chunk in range(self._next_chunk) if chunk not in used]
         self._names.clear(np.asarray(self._chunks, np.int64))
-        self._write_head(int(HEAD.unpack_from(self._head)[1]), taking=0)
+        self._write_head(self._floor)
 
     def distrust(self) -> None:
         """What the index holds is not known: nothing that was noted counts, now or in a later life."""
-        self._write_head(self._last_seq, taking=0)
+        self._write_head(self._last_seq)
 
-    def _whole(self, table: _Table, floor: int) -> npt.NDArray[np.int64]:
+    def _whole(self, table: _Table) -> npt.NDArray[np.int64]:
         """Rows that are right and count."""
-        places = np.flatnonzero(table.seqs > floor)
+        places = np.flatnonzero(table.seqs > self._floor)
         parts = [part[table.right(part)] for part in np.array_split(places, len(places) // 65536 + 1)]
         return np.concatenate(parts)
 
-    def _read_names(self, floor: int) -> dict[tuple[int, int], Namespace]:
+    def _read_names(self) -> dict[tuple[int, int], Namespace]:
         """By first chunk and sequence."""
         table = self._names
-        places = self._whole(table, floor)
+        places = self._whole(table)
         right = set(places.tolist())
         found: dict[tuple[int, int], Namespace] = {}
         for first in places.tolist():
@@ -255,16 +273,8 @@ class Journal:
             yield chunk
             chunk = int(table.rows["next"][chunk])
 
-    def _forget_all(self) -> None:
-        """Nothing counts. What was written before has lower numbers, if it is rows at all."""
-        for table in (*self._tables, self._names):
-            places = np.flatnonzero(table.seqs)
-            if len(places):
-                table.clear(places)
-        self._write_head(0, taking=0)
-        self._last_seq = 0
-
-    def _write_head(self, floor: int, taking: int) -> None:
+    def _write_head(self, floor: int, taking: int = 0) -> None:
+        self._floor = floor
         HEAD.pack_into(self._head, 0, MAGIC, floor, taking, self._of.digest())
 
     # -- this life's ----------------------------------------------------------------------------------------------
@@ -286,7 +296,7 @@ class Journal:
                 self._clear(each)
             else:
                 assert type(each) is Cleared
-                self._write_head(self._last_seq, taking=0)
+                self._write_head(self._last_seq)
                 self._refs.clear()
                 self._named.clear()
                 self._chunks = []
@@ -304,12 +314,13 @@ class Journal:
         self._last_seq += count
         self.num_rows += count
         rows = np.zeros(count, table.rows.dtype)
-        rows["seq"] = seqs = np.arange(first, first + count, dtype=np.uint64)
+        seqs = np.arange(first, first + count, dtype=np.uint64)
+        table.number(slots, seqs)
         if resource:
             owners = np.frombuffer(b"".join([each.owners for each in batch]), "<i4")
             rows["owner"] = owners
             rows["owner_seq"] = full.seqs[owners]
-            table.put(slots, rows)
+            table.put(slots, seqs, rows)
             return
         owners = rows["owner"]
         owners[1:] = slots[:-1]
@@ -331,7 +342,7 @@ class Journal:
             if each.owners:
                 above = int.from_bytes(each.owners, "little")
                 owners[at] = above
-                owner_seqs[at] = self._seq_of(above, slots, seqs, at)
+                owner_seqs[at] = table.seqs[above]
             else:
                 assert each.namespace is not None
                 owners[at] = NOBODY
@@ -341,15 +352,10 @@ class Journal:
                 else:
                     rows["name"][at], owner_seqs[at] = name
             at = stop
-        table.put(slots, rows)
+        table.put(slots, seqs, rows)
         if left_out:
             self.num_unnamed += len(left_out)
             table.clear(slots[left_out])
-
-    def _seq_of(self, above: int, slots: Slots, seqs: U64, before: int) -> int:
-        """The sequence of the page above, which may be told of in the same batch."""
-        here = np.flatnonzero(slots[:before] == above)
-        return int(seqs[here[-1]] if len(here) else self._tables[0].seqs[above])
 
     def _clear(self, absent: Absent) -> None:
         slots = np.frombuffer(absent.slots, "<i4")
@@ -380,13 +386,14 @@ class Journal:
             self._next_chunk += fresh
             self._last_seq += 1
             rows = np.zeros(count, _NAME)
-            rows["seq"] = self._last_seq
+            seqs = np.full(count, self._last_seq, np.uint64)
             rows["next"] = [*chunks[1:], -1]
             rows["size"] = -1
             rows["size"][0] = len(text)
             padded = text.ljust(count * CHUNK_BYTES, b"\0")
             rows["text"] = np.frombuffer(padded, np.uint8).reshape(count, CHUNK_BYTES)
-            self._names.put(np.asarray(chunks), rows)
+            self._names.number(np.asarray(chunks), seqs)
+            self._names.put(np.asarray(chunks), seqs, rows)
             held = self._refs[namespace] = [chunks[0], self._last_seq, 0]
         held[2] += 1
         self._named[slot] = namespace
@@ -397,18 +404,18 @@ class Journal:
     def rows_of(self, resource: int, slots: npt.NDArray[Any]) -> Rows:
         """What it has of these slots; a sequence of 0 where that is nothing, or nothing right."""
         table = self._tables[resource]
-        right = table.right(slots)
+        right = table.right(slots) & (table.seqs[slots] > self._floor)
         rows = _rows(table, slots.astype(np.int64))
         return rows._replace(seqs=np.where(right, rows.seqs, np.uint64(0)))
 
     def num_held(self, resource: int) -> int:
         """Slots with a row."""
-        floor = HEAD.unpack_from(self._head)[1]
-        return int((self._tables[resource].seqs > floor).sum())
+        return int((self._tables[resource].seqs > self._floor).sum())
 
     def seq_of(self, resource: int, slot: int) -> int:
         """The sequence of a slot's row, 0 if there is none. Any thread may look: it is one aligned load."""
-        return int(self._tables[resource].seqs[slot])
+        seq = int(self._tables[resource].seqs[slot])
+        return seq if seq > self._floor else 0
 
 
 def identity_of(*facts: Any) -> bytes:

@@ -61,18 +61,21 @@ def create_memfd(name: str, num_bytes: int) -> int:
     return fd
 
 
-def map_shared(fd: int, num_bytes: int) -> Region:
+def map_shared(fd: int, num_bytes: int, ours: bool = False) -> Region:
     """Map the first `num_bytes` of a memfd, readable and writable. `fd` stays the caller's, who may close it at once.
+
+    `ours`: it may be a file that nobody but this daemon can reach, which has no seals.
 
     Of 0 bytes nothing is mapped. ProtocolError if it is no memfd, too small, or could still be shrunk; ConfigError if
     there is no address space.
     """
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as exc:
-        raise ProtocolError(f"descriptor {fd} is not a memfd") from exc
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise ProtocolError(f"the memfd {fd} is not sealed against shrinking (F_SEAL_SHRINK)")
+    if not ours:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise ProtocolError(f"descriptor {fd} is not a memfd") from exc
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise ProtocolError(f"the memfd {fd} is not sealed against shrinking (F_SEAL_SHRINK)")
     if (size := os.fstat(fd).st_size) < num_bytes:
         raise ProtocolError(f"the memfd {fd} holds {size} bytes, {num_bytes} are needed", size=size, need=num_bytes)
     if not num_bytes:

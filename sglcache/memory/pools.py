@@ -7,6 +7,7 @@ them, so it does without torch, whose import is most of a cold start. `pages` is
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,14 +24,19 @@ if TYPE_CHECKING:
 Rows = np.ndarray[Any, np.dtype[np.void]]  # [num_pages], each item one page's bytes of a region
 
 
+Source = Callable[[str, int], int]
+"""Gives a descriptor of so many bytes by a name; it is the caller's."""
+
+
 class Pool:
     """A buffer of pages, zero at first. Nothing is touched at start: memory is taken as it is written, or populated."""
 
-    def __init__(self, name: str, placement: Placement) -> None:
+    def __init__(self, name: str, placement: Placement, source: Source = create_memfd) -> None:
+        """`source`: of its memory, which may hold what another life of the rank has written."""
         self.placement = placement
-        self.fd = create_memfd(name, self.num_bytes)
+        self.fd = source(name, self.num_bytes)
         try:
-            region = map_shared(self.fd, self.num_bytes)
+            region = map_shared(self.fd, self.num_bytes, ours=True)
         except BaseException:
             os.close(self.fd)
             raise
@@ -88,11 +94,11 @@ class Pool:
 class Pools:
     """One tier of one resource of a rank. Without pages, no pools."""
 
-    def __init__(self, name: str, count: int, placement: Placement) -> None:
+    def __init__(self, name: str, count: int, placement: Placement, source: Source = create_memfd) -> None:
         shards: list[Pool] = []
         try:
             for number in range(count if placement.num_pages else 0):
-                shards.append(Pool(f"{name}-{number}", placement))
+                shards.append(Pool(f"{name}-{number}", placement, source))
         except BaseException:
             for pool in shards:
                 pool.close()
@@ -114,19 +120,20 @@ class DevicePools(Pools):
 class HostPools(Pools):
     """The second tier, which nobody but the rank sees: a pool for each part."""
 
-    def __init__(self, form: Form, resource: str = FULL) -> None:
-        super().__init__(_name("host", resource), form.num_parts, form.placement(Tier.HOST))
+    def __init__(self, form: Form, resource: str = FULL, source: Source = create_memfd) -> None:
+        super().__init__(_name("host", resource), form.num_parts, form.placement(Tier.HOST), source)
 
 
 class ResourcePools:
     """What a rank has of one resource, in both tiers."""
 
-    def __init__(self, name: str, form: Form) -> None:
+    def __init__(self, name: str, form: Form, source: Source = create_memfd) -> None:
+        """`source`: of the host's memory."""
         self.name = name
         self.form = form
         self.device = DevicePools(form, name)
         try:
-            self.host = HostPools(form, name)
+            self.host = HostPools(form, name, source)
         except BaseException:
             self.device.close()
             raise

@@ -25,7 +25,7 @@ from sglcache.server.plan import Seat
 logger = logging.getLogger("sglcache.supervisor")
 
 KILL_S = 5.0  # that the kernel has to end a process
-MAX_KEPT = 64  # descriptors of one rank
+MAX_KEPT = 240  # descriptors of one rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT)  # the supervisor's; a rank gets them once it can act on them
 
 

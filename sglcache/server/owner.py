@@ -1,6 +1,7 @@
 """The event loop's side of the index: the turn, and everything that goes on by itself between commands.
 
-    commands of one read ─► Index ─► drain ─► batches to the publisher
+    commands of one read ─► Index ─► drain ─► rows to the journal
+                                              batches to the publisher
                                               load-backs to the copy engine
                                               answers, one write a connection
                                               write-throughs to the copy engine
@@ -19,11 +20,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sglcache.core.effects import Copy, Publish, Wake
+from sglcache.core.effects import Copy, Journal, Publish, Wake
 from sglcache.core.index import Index
+from sglcache.core.journal import Entry
 from sglcache.errors import BadRequest, TransferError
 from sglcache.server.collector import Collector
 from sglcache.server.loads import Loads
@@ -65,6 +67,7 @@ class Owner:
         heartbeat_s: float = 1.0,
         announce_every_s: float = 0.0,
         third: ThirdTier | None = None,
+        note: Callable[[Sequence[Entry]], None] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -75,6 +78,7 @@ class Owner:
         self.numbers = numbers
         self.collector = collector
         self.third = third
+        self.note = note
         self.max_delay_s = max_delay_s
         self.heartbeat_s = heartbeat_s
         self.announce_every_s = announce_every_s
@@ -162,6 +166,9 @@ class Owner:
                 self.wake(effect)
             elif isinstance(effect, Publish):
                 self._publish(effect)
+            elif isinstance(effect, Journal):
+                assert self.note is not None, "nobody keeps a journal"
+                self.note(effect.entries)
             elif isinstance(effect, Copy):
                 self.num_copies += 1
                 self.idle.clear()

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,15 @@ from sglcache.core.effects import Copy
 from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
+from sglcache.core.restore import Survivors, restore
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer, ways_of
 from sglcache.memory.filling import Filler
-from sglcache.memory.geometry import FULL, WINDOW, CompanionForm, Geometry, companions_of
+from sglcache.memory.geometry import FULL, WINDOW, CompanionForm, Geometry, StateGeometry, companions_of
+from sglcache.memory.journal import Journal, Shape, identity_of
+from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
@@ -53,6 +56,7 @@ from sglcache.server import metrics
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
 from sglcache.server.collector import Collector
+from sglcache.server.keeping import JOURNAL, Keeper
 from sglcache.server.listener import Listener
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
@@ -90,6 +94,8 @@ class Parts:
     sessions: Sessions
     listener: Listener
     filler: Filler | None  # while the host tier's memory is had in the background
+    journal: Journal | None  # of the host tier, for the next life
+    keeper: Keeper
 
 
 class Rank:
@@ -200,6 +206,7 @@ class Rank:
         parts.load_ring.close()
         for each in parts.resources:
             each.close()
+        parts.keeper.close()
         parts.numbers.close()
 
     def _told_to_end(self) -> None:
@@ -225,6 +232,8 @@ class Rank:
         self._code = EXIT_FAILED
         if self._parts is not None:
             parts = self._parts
+            if parts.journal is not None and not isinstance(error, TransferError):
+                parts.journal.distrust()  # what it was told may be as wrong as what nobody expected
             parts.owner.cancel()
             if parts.publisher is not None:
                 parts.publisher.close(linger_s=0)
@@ -415,11 +424,16 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         if events.enabled:
             publisher = build_publisher(config, seat)
             undo.callback(publisher.close, 0)
+        keeper = Keeper(config.host.keep_path, seat.offset, rank.kept, rank.keep)
+        undo.callback(keeper.close)
+        source = keeper.open if config.host.keep else create_memfd
         resources = []
         for name, form in ((FULL, shape), *((each.kind, each.form) for each in rank.companions)):
-            resources.append(ResourcePools(name, form))
+            resources.append(ResourcePools(name, form, source))
             undo.callback(resources[-1].close)
         first, *others = resources
+        journal, survivors = _journal(rank, keeper)
+        keeper.settled()
         load_ring = LoadRing(config.control.num_load_slots, shape.load_layers)
         undo.callback(load_ring.close)
         index = Index(
@@ -427,7 +441,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 page_size=shape.page_size,
                 num_pages=shape.num_pages,
                 host_pages=shape.host_pages,
-                host_ready=0 if config.host.populate else None,
+                host_ready=_usable(first, survivors) if config.host.populate else None,
                 hash_name=events.hash,
                 events=events.enabled,
                 first_seq=numbers.first,
@@ -442,8 +456,13 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 load_back_quota=-(-config.host.load_back_quota // shape.page_size),
                 l3=config_of(config, shape),
                 companions=tuple(_companion(each, config) for each in rank.companions),
+                journal=journal is not None,
             )
         )
+        if journal is not None and survivors is not None:
+            restored = restore(index, survivors)
+            journal.taken(survivors, restored)
+            logger.info("%d pages of the life before are on the host", len(restored.slots[0]))
         if publisher is not None:
             tell_all(publisher, index, lambda: owner.hurry())
         loads = Loads(config.control.num_load_slots)
@@ -487,6 +506,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             heartbeat_s=events.heartbeat_s,
             announce_every_s=events.announce_every_s if events.enabled else 0.0,
             third=below,
+            note=journal.note if journal is not None else None,
         )
         offer = Offer(
             numbers.first,
@@ -510,7 +530,55 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             before = [each.host.shards for each in others]
             filler = Filler(first.host.shards, lambda num_pages: tell(owner.host_ready, num_pages), before)
         undo.pop_all()
-    return Parts(numbers, publisher, tuple(resources), load_ring, engine, index, owner, sessions, listener, filler)
+    return Parts(
+        numbers,
+        publisher,
+        tuple(resources),
+        load_ring,
+        engine,
+        index,
+        owner,
+        sessions,
+        listener,
+        filler,
+        journal,
+        keeper,
+    )
+
+
+def _journal(rank: Rank, keeper: Keeper) -> tuple[Journal | None, Survivors | None]:
+    """The journal of the host tier, where one is kept, and what the lives before have left in it."""
+    config, shape = rank.config, rank.geometry
+    if not (config.host.keep and shape.host_pages):
+        return None, None
+    forms = [shape, *(each.form for each in rank.companions)]
+    rows = rows_of(config, forms)
+    # The device's pools are new with each life, so how large they are is no matter.
+    facts = [{**form.facts(), "num_pages": 0, "layout": ""} for form in forms]
+    windows = [(each.kind, each.window) for each in rank.companions]
+    identity = identity_of(config.model_name, facts, windows, list(keeper.identities))
+    fd = keeper.open(JOURNAL, rows.num_bytes)
+    try:
+        journal = Journal(map_shared(fd, rows.num_bytes, ours=True), rows, identity)
+    finally:
+        os.close(fd)
+    return journal, journal.load()
+
+
+def rows_of(config: Config, forms: Sequence[Geometry | StateGeometry]) -> Shape:
+    """What the rows of a journal are of: `forms` of full KV, and then of each companion."""
+    span = config.pool.page_size + (1 if config.pool.bigram else 0)
+    return Shape(span, [form.host_pages for form in forms], [isinstance(form, StateGeometry) for form in forms])
+
+
+def _usable(first: ResourcePools, survivors: Survivors | None) -> int | None:
+    """How many host pages have memory at the start of a life that has the rest of it populated; None: all."""
+    pools = first.host.shards
+    if all(os.fstat(pool.fd).st_blocks * 512 >= pool.num_bytes for pool in pools):
+        return None
+    if survivors is None or not len(survivors.full.slots):
+        return 0
+    return int(survivors.full.slots.max()) + 1
 
 
 def _numbers(config: Config, socket: Path, offset: int, floor: int) -> Numbers:

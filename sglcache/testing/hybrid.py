@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from sglcache.core import invariants
-from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publish, Released, Share, Wake
+from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Journal, Publish, Released, Share, Wake
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import BadRequest, Busy, Changed, NoSpace, SglcacheError, TransferError
@@ -56,11 +56,11 @@ T = TypeVar("T")
 class Hybrid:
     """One index under test. `config` as IndexConfig's fields."""
 
-    def __init__(self, *, proof: bool = True, **config: Any) -> None:
+    def __init__(self, *, proof: bool = True, book: Book | None = None, **config: Any) -> None:
         self.config = IndexConfig(**config)
         self.proof = proof
         self.page_size = self.config.page_size
-        self.book = Book(self.page_size, self.config.hash_name, self.config.bigram)
+        self.book = book or Book(self.page_size, self.config.hash_name, self.config.bigram)
         self.index = Index(self.config)
         self.num_tiers = 2 if self.config.host_pages else 1
         self.kinds = [Kind("full", False, 0, (self.config.num_pages, self.config.host_pages))]
@@ -93,10 +93,18 @@ class Hybrid:
         self._known: Known = {}
         ready = self.config.host_ready
         self.host_ready = self.config.host_pages if ready is None else ready
+        self.born()
         self.seen = look(self.index, self.book, self.kinds, self.num_tiers, self._known)
         self._print: object = None
         self.revision: object = None
         self.turn(lambda: None)
+
+    def born(self) -> None:
+        """The index is there, and has had no command. For those whose index begins with something."""
+
+    def noted(self, effect: Journal) -> None:
+        """The journal is to note this. For those who have one."""
+        raise AssertionError(f"nobody asked for a journal: {effect}")
 
     def cell(self, r: int, tier: int) -> int:
         return r * self.num_tiers + tier
@@ -154,6 +162,8 @@ class Hybrid:
             for effect in self.index.drain(self.now):
                 if isinstance(effect, Publish):
                     self.subscriber.apply(effect)
+                elif isinstance(effect, Journal):
+                    self.noted(effect)
                 else:
                     effects.append(effect)
             if not self.index.held:
