@@ -25,7 +25,7 @@ from sglcache.memory.mapping import create_memfd
 logger = logging.getLogger("sglcache.keeping")
 
 KEEP = "keep_path"
-JOURNAL = "journal"
+JOURNAL = "sglcache-journal"
 
 
 class Keeper:
@@ -35,7 +35,7 @@ class Keeper:
         self, folder: Path | None, offset: int, kept: Mapping[str, int], keep: Callable[[str, int | None], bool]
     ) -> None:
         """`folder`: of `host.keep_path`, for all ranks. `kept`: what the supervisor held, ours now; `keep` has it hold
-        more, or with None no longer. ConfigError: the folder can't be had, or another daemon has it."""
+        more. ConfigError: the folder can't be had, or another daemon has it."""
         self._keep = keep
         self._kept = dict(kept)
         self._folder: Path | None = None
@@ -58,7 +58,7 @@ class Keeper:
             if os.fstat(fd).st_size == num_bytes:
                 return fd
             os.close(fd)
-        fd = create_memfd(f"sglcache-{name}", num_bytes)
+        fd = create_memfd(name, num_bytes)
         if not self._keep(name, fd):
             logger.warning("the supervisor does not hold %s: the next life begins without it", name)
         return fd
@@ -83,13 +83,6 @@ class Keeper:
             remedy = "give it room, or lower host.size" if exc.errno == errno.ENOSPC else f"set host.{KEEP} elsewhere"
             raise ConfigError(f"{what}: {because(exc, remedy)}", path=f"host.{KEEP}", value=num_bytes) from exc
         return fd
-
-    def settled(self) -> None:
-        """Everything was asked for: let go of what was kept and is of no use any more."""
-        for name, fd in self._kept.items():
-            os.close(fd)
-            self._keep(name, None)
-        self._kept.clear()
 
     def close(self) -> None:
         """What was given stays the callers'. Idempotent."""

@@ -433,7 +433,6 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             undo.callback(resources[-1].close)
         first, *others = resources
         journal, survivors = _journal(rank, keeper)
-        keeper.settled()
         load_ring = LoadRing(config.control.num_load_slots, shape.load_layers)
         undo.callback(load_ring.close)
         index = Index(

@@ -204,10 +204,15 @@ def follow(mirror: Mirror, facts: list[Fact], until_so: Callable[[], bool]) -> N
         facts += mirror.step(0.05)
 
 
-def test_a21_a_restart_empties_the_picture_before_anything_new_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [True, False], ids=["the host tier survives", "nothing survives"])
+def test_a21_a_restart_empties_the_picture_before_anything_new_is_told(tmp_path: Path, keep: bool) -> None:
     """The daemon dies and is back within a moment, and the mirror stays connected all the time."""
     tokens = list(range(1, 17))
-    with Daemon(tmp_path, events={"heartbeat_s": 0.1}) as daemon, mirror_of(daemon) as mirror:
+    left = 16 if keep else 0
+    with (
+        Daemon(tmp_path, events={"heartbeat_s": 0.1}, host={"keep": keep}) as daemon,
+        mirror_of(daemon) as mirror,
+    ):
         with daemon.client() as client:
             put(client, tokens)
             daemon.settle()
@@ -219,11 +224,13 @@ def test_a21_a_restart_empties_the_picture_before_anything_new_is_told(tmp_path:
         with daemon.client() as client:
             assert client.epoch > epoch
             follow(mirror, facts, lambda: any(isinstance(fact.event, AllBlocksCleared) for fact in facts))
-            assert mirror.longest_match(tokens)[0].tokens == 0
-            assert client.peek(tokens).matched_tokens == 0
+            assert client.peek(tokens)[:2] == (0, left)
+            assert_exact(daemon, mirror)
+            assert not mirror.hashes("GPU")
+            assert mirror.longest_match(tokens)[0].tokens == left
             put(client, tokens[:8])
             daemon.settle()
-            follow(mirror, facts, lambda: mirror.longest_match(tokens)[0].tokens == 8)
+            follow(mirror, facts, lambda: len(mirror.hashes("GPU")) == 2)
         assert_exact(daemon, mirror)
         assert mirror.state.next_seq is not None
         assert mirror.state.next_seq > client.epoch

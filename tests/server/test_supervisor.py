@@ -203,7 +203,8 @@ def test_a_killed_rank_comes_back_and_the_others_notice_nothing(whole: Daemon, l
     assert life["stream"]["endpoint"] == before[1]["stream"]["endpoint"], "a port of the system's choice is kept"
     first_seq, first = replayed(life["stream"]["replay_endpoint"], life["epoch"])[0]
     assert first_seq == life["epoch"]
-    assert [type(event) for event in first.events] == [AllBlocksCleared]
+    assert [type(event) for event in first.events] == [AllBlocksCleared, BlockStored], "and what survived"
+    assert first.events[1].medium == "CPU_PINNED"
     while streams[1].await_batch()[0] < life["epoch"]:  # the subscriber finds it again
         pass
     commit(whole, 1, TOKENS)
@@ -361,9 +362,10 @@ def test_what_a_life_has_kept_with_the_supervisor_is_the_next_ones(tmp_path: Pat
     with Daemon(tmp_path, dp_size=2, prelude=prelude, timing=QUICK) as daemon:
         for count in (1, 2):
             daemon.rank(1).next_life(daemon.rank(1).kill_rank())
-            assert daemon.said().count("KEPT 1 written by the first life ['pages']") == count
+            assert daemon.said().count("KEPT 1 written by the first life ['pages', 'sglcache-") == count
         assert "KEPT 0" not in daemon.said()
-        assert held(daemon.process.pid) == {"/memfd:pages (deleted)": 2, "anon_inode:[pidfd]": 2}
+        ours = {f"/memfd:sglcache-{name} (deleted)": 2 for name in ("host-0", "journal")}
+        assert held(daemon.process.pid) == {"/memfd:pages (deleted)": 2, "anon_inode:[pidfd]": 2, **ours}
 
 
 def held(pid: int) -> Counter[str]:
