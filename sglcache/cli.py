@@ -733,6 +733,9 @@ cli.add_command(
     LazyCommand("sglcache.commands.check:check", name="check", help="What a configuration takes, or what is wrong.")
 )
 cli.add_command(
+    LazyCommand("sglcache.commands.purge:purge", name="purge", help="Remove the host tier that outlived its daemon.")
+)
+cli.add_command(
     LazyCommand("sglcache.commands.health:health", name="health", help="Whether every rank serves, for probes.")
 )
 cli.add_command(

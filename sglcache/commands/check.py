@@ -13,6 +13,7 @@ from sglcache.cli import json_option
 from sglcache.errors import BadRequest
 from sglcache.memory.geometry import FULL, Geometry, StateGeometry
 from sglcache.server import room
+from sglcache.server.keeping import held_in, memory_of
 from sglcache.server.plan import Seat, plan
 from sglcache.units import Tier
 
@@ -71,6 +72,7 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
                 "layer_bytes": rank.geometry.layer_bytes,
                 "token_bytes": rank.geometry.token_bytes,
                 "page_bytes": rank.geometry.page_bytes,
+                "journal_bytes": rank.journal_bytes,
                 "tiers": _tiers(rank.of(FULL)),
                 "companions": [
                     {**each.facts(), "layer_bytes": each.form.layer_bytes, "tiers": _tiers(rank.of(each.kind))}
@@ -85,6 +87,10 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
         "host_bytes": weighed.host_bytes,
         "store_bytes": weighed.store_bytes,
         "ram_bytes": weighed.ram_bytes,
+        "kept": [
+            {"folder": str(each.folder), "num_bytes": each.num_bytes, "in_use": each.in_use}
+            for each in held_in(weighed.config.host.keep_path)
+        ],
         "disk": {**disk._asdict(), "path": str(disk.path)} if disk is not None else None,
         "daemon_bytes": weighed.daemon_bytes,
         "limits": [limit._asdict() for limit in there if limit is not None],
@@ -125,16 +131,35 @@ def _lines(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
                 what += f"a state every {each.interval:,} tokens: {_states(form)}"
             lines.append(f"  {each.kind:<7} {what}")
             lines += [f"  {line}" for line in _form_lines(form, rank.of(each.kind))]
+    lines += _kept_lines(weighed)
     lines += _third_lines(weighed, disk)
     where = weighed.config.pool.device
     lines.append(f"in all: device {room.told(weighed.device_bytes)} ({where}), host {room.told(weighed.host_bytes)}")
-    lines.append(f"  and the daemon's processes, before their indexes grow: {room.told(weighed.daemon_bytes)}")
+    lines.append(f"  and the daemon itself, before its indexes grow: {room.told(weighed.daemon_bytes)}")
     for limit in (there.ram, there.cgroup):
         if limit is not None:
             counted = weighed.daemon_bytes + (weighed.ram_bytes if limit is there.ram else weighed.host_bytes)
             lines.append(f"  of {limit.name}: {room.told(counted)} of {room.told(limit.num_bytes)}")
     warnings = [*weighed.warnings(there), *(disk.warnings if disk is not None else [])]
     lines += [f"warning: {warning}" for warning in warnings]
+    return lines
+
+
+def _kept_lines(weighed: room.Room) -> list[str]:
+    """Of the host tier's pages over a rank's death, and a daemon's."""
+    host = weighed.config.host
+    if not any(rank.journal_bytes for rank in weighed.ranks):
+        return []
+    if host.keep_path is None:
+        return [
+            f"the host's pages outlive a rank: {room.told(sum(it.journal_bytes for it in weighed.ranks))} of journals"
+        ]
+    lines = [f"the host's pages outlive the daemon, in {host.keep_path}"]
+    for each in held_in(host.keep_path):
+        use = ", in use by a live daemon" if each.in_use else ""
+        lines.append(f"  there now: {each.folder.name}, {room.told(each.num_bytes)}{use}")
+    if (kind := memory_of(host.keep_path)) is not None:
+        lines.append(f"  warning: that is {kind}, not a tmpfs: the system writes pages to the disk all along")
     return lines
 
 

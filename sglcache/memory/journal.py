@@ -29,7 +29,7 @@ import logging
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ import numpy.typing as npt
 from sglcache.core.journal import Absent, Cleared, Entry, Present
 from sglcache.core.key import Namespace
 from sglcache.core.restore import NOBODY, Restored, Rows, Survivors
+from sglcache.memory.journal_form import CHUNK_BYTES, HEAD_BYTES, SEQ_BYTES, Shape
 
 if TYPE_CHECKING:
     from sglcache.memory.mapping import Region
@@ -45,39 +46,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglcache.journal")
 
 MAGIC = b"sglcjrn1"
-HEAD_BYTES = 4096
-SEQ_BYTES = 8
 HEAD = struct.Struct("<8sQQ32s")  # magic, floor, taking, what it is of
-CHUNK_BYTES = 40  # of a name
-NAMES_PER_SLOT = 4  # chunks; what is not used costs no memory
-FEW_NAMES = 4096
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 U64 = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.int32]
-
-
-class Shape(NamedTuple):
-    """What the rows are of."""
-
-    span: int  # tokens of a page and, with bigram keys, the one behind it
-    num_slots: Sequence[int]  # of the host pools: full KV's, then each companion's
-    by_end: Sequence[bool] = (False,)  # likewise
-
-    @property
-    def num_chunks(self) -> int:
-        return NAMES_PER_SLOT * self.num_slots[0] + FEW_NAMES
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole; memory is taken as rows are written."""
-        return HEAD_BYTES + sum(count * (SEQ_BYTES + kind.itemsize) for count, kind in self.tables)
-
-    @property
-    def tables(self) -> list[tuple[int, np.dtype[Any]]]:
-        """Rows, and what each is, in the order in which they lie there."""
-        kinds = [_page_row(self.span), *[_COMPANION] * (len(self.num_slots) - 1), _NAME]
-        return list(zip((*self.num_slots, self.num_chunks), kinds, strict=True))
 
 
 def _page_row(span: int) -> np.dtype[Any]:
@@ -148,7 +121,9 @@ class Journal:
         buffer = np.frombuffer(memoryview(region), np.uint8)
         at = HEAD_BYTES
         self._tables: list[_Table] = []
-        for number, (count, kind) in enumerate(shape.tables):
+        kinds = [_page_row(shape.span), *[_COMPANION] * (len(shape.num_slots) - 1), _NAME]
+        for number, ((count, size), kind) in enumerate(zip(shape.tables, kinds, strict=True)):
+            assert size == kind.itemsize, f"{kind} is {size} bytes"
             stop = at + count * (SEQ_BYTES + kind.itemsize)
             self._tables.append(_Table(buffer[at:stop], count, kind, number))
             at = stop

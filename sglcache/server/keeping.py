@@ -163,9 +163,25 @@ class Held:
             paths.unlock(self.folder, lock)
 
 
-def held_in(folder: Path) -> list[Held]:
-    """Every rank's that is there, by its offset."""
-    offsets = []
+def memory_of(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str | None:
+    """What kind of file system the folder is, or is to be, on; None: one of memory, or nobody knows."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    best, kind = "", ""
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            _, at, what, *_ = line.split()
+            if place.resolve().is_relative_to(at) and len(at) >= len(best):
+                best, kind = at, what
+    return None if kind in ("", "tmpfs", "ramfs", "hugetlbfs") else kind
+
+
+def held_in(folder: Path | None) -> list[Held]:
+    """Every rank's that is there, by its offset. None: nowhere."""
+    offsets: list[int] = []
+    if folder is None:
+        return []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(folder):
             head, _, tail = entry.name.partition("rank-")

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,9 @@ from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheEr
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer, ways_of
 from sglcache.memory.filling import Filler
-from sglcache.memory.geometry import FULL, WINDOW, CompanionForm, Geometry, StateGeometry, companions_of
-from sglcache.memory.journal import Journal, Shape, identity_of
+from sglcache.memory.geometry import FULL, WINDOW, CompanionForm, Geometry, companions_of
+from sglcache.memory.journal import Journal, identity_of
+from sglcache.memory.journal_form import Shape
 from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
@@ -551,7 +552,7 @@ def _journal(rank: Rank, keeper: Keeper) -> tuple[Journal | None, Survivors | No
     if not (config.host.keep and shape.host_pages):
         return None, None
     forms = [shape, *(each.form for each in rank.companions)]
-    rows = rows_of(config, forms)
+    rows = Shape.of(shape.page_size, config.pool.bigram, forms)
     # The device's pools are new with each life, so how large they are is no matter.
     facts = [{**form.facts(), "num_pages": 0, "layout": ""} for form in forms]
     windows = [(each.kind, each.window) for each in rank.companions]
@@ -562,12 +563,6 @@ def _journal(rank: Rank, keeper: Keeper) -> tuple[Journal | None, Survivors | No
     finally:
         os.close(fd)
     return journal, journal.load()
-
-
-def rows_of(config: Config, forms: Sequence[Geometry | StateGeometry]) -> Shape:
-    """What the rows of a journal are of: `forms` of full KV, and then of each companion."""
-    span = config.pool.page_size + (1 if config.pool.bigram else 0)
-    return Shape(span, [form.host_pages for form in forms], [isinstance(form, StateGeometry) for form in forms])
 
 
 def _usable(first: ResourcePools, survivors: Survivors | None) -> int | None:

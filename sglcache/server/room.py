@@ -33,6 +33,7 @@ from sglcache.memory.geometry import (
     Geometry,
     companions_of,
 )
+from sglcache.memory.journal_form import Shape
 from sglcache.units import Tier
 
 NO_LIMIT = 1 << 60  # what cgroup v1 writes for none is near 2**63
@@ -118,6 +119,7 @@ class TierRoom(NamedTuple):
     bound: str  # the key, with its value, that makes it so big
     resource: str = FULL
     least: int = 1  # pages without which it is of no use
+    journal_bytes: int = 0  # beside the pools, when they are full
 
     @property
     def num_bytes(self) -> int:
@@ -135,8 +137,8 @@ class TierRoom(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Bytes of a token, or slot, in all its pools."""
-        return self.num_bytes / self.num_tokens
+        """Bytes of a token, or slot, in all its pools and beside them."""
+        return (self.num_bytes + self.journal_bytes) / self.num_tokens
 
 
 class RankRoom(NamedTuple):
@@ -148,6 +150,11 @@ class RankRoom(NamedTuple):
     geometry: Geometry
     tiers: tuple[TierRoom, ...]  # those that it has: of the first resource, then of each companion
     companions: tuple[CompanionForm, ...] = ()
+
+    @property
+    def journal_bytes(self) -> int:
+        """That the host's takes when it is full."""
+        return sum(it.journal_bytes for it in self.tiers)
 
     def num_bytes(self, tier: Tier) -> int:
         return sum(it.num_bytes for it in self.tiers if it.tier is tier)
@@ -182,7 +189,12 @@ class Room(NamedTuple):
 
     @property
     def daemon_bytes(self) -> int:
-        """Of the processes, beside the pools: each rank with its ring of batches, and the supervisor."""
+        """Beside the pools: of the processes, and the journals of what is on the host."""
+        return self.process_bytes + sum(rank.journal_bytes for rank in self.ranks)
+
+    @property
+    def process_bytes(self) -> int:
+        """Of the processes: each rank with its ring of batches, and the supervisor."""
         ring = self.config.events.ring_size if self.config.events.enabled else 0
         return SUPERVISOR_BYTES + len(self.ranks) * (RANK_BYTES + ring)
 
@@ -204,7 +216,7 @@ class Room(NamedTuple):
         left = cgroup.num_bytes - self.daemon_bytes if cgroup is not None else 0
         if cgroup is not None and self.host_bytes <= left < self.ram_bytes:
             found.append(
-                f"device and host pools take {told(self.ram_bytes)} when they are full, the daemon's processes "
+                f"device and host pools take {told(self.ram_bytes)} when they are full, the daemon itself "
                 f"{told(self.daemon_bytes)}, and {cgroup.name} is "
                 f"{told(cgroup.num_bytes)}: that is enough only if runners in cgroups of their own write the device's"
             )
@@ -231,12 +243,12 @@ class Room(NamedTuple):
         if self.store_bytes and pools != self.host_bytes:
             parts += f", Mooncake's clients {told(self.store_bytes)}"
         several = f" of {len(self.ranks)} ranks" if len(self.ranks) > 1 else ""
-        path, remedy = self._remedy(pools, limit.num_bytes - self.daemon_bytes)
+        path, remedy = self._remedy(pools, limit.num_bytes - self.process_bytes)
         other = "raise the limit"
         if limit.name == "RAM":
             other = "ask about another host with `sglcache check --ram SIZE`"
         return ConfigError(
-            f"the pools{several} take {told(pools)} when they are full ({parts}), the daemon's processes "
+            f"the pools{several} take {told(pools)} when they are full ({parts}), the daemon itself "
             f"{told(self.daemon_bytes)}, and {limit.name} is {told(limit.num_bytes)}, {told(want - limit.num_bytes)} "
             f"less; {remedy}, or {other}",
             path=path,
@@ -309,7 +321,8 @@ class Room(NamedTuple):
                 continue
             most = tokens * min(its[0].pool_bytes // its[0].num_tokens for _, its in rooms)
             if first.tier is Tier.HOST:
-                most = int(min(its[0].rate / self._rate(rank, key, ratio) for rank, its in rooms) * share) // len(rooms)
+                parts = (its[0].num_bytes / its[0].num_tokens / self._rate(rank, key, ratio) for rank, its in rooms)
+                most = int(min(parts) * share) // len(rooms)
             instead.append(f'{key} = "{_rounded(most)}"')
         return instead
 
@@ -460,8 +473,11 @@ def _tiers(
         return ""
 
     bounds = [said("pool", "size", "num_tokens"), said("host", "size", "num_tokens", "pool_ratio")]
-    yield from _both(FULL, full, full.page_size, bounds)
-    for each in companions:
+    rows = [0] * (1 + len(companions))
+    if own.host.keep:
+        rows = Shape.of(full.page_size, own.pool.bigram, [full, *(each.form for each in companions)]).slot_bytes
+    yield from _both(FULL, full, full.page_size, bounds, rows[0])
+    for each, row in zip(companions, rows[1:], strict=True):
         kind, form = each.kind, each.form
         if isinstance(form, Geometry):
             device = said(kind, "bytes", "num_tokens") or f"{bounds[0]}, a quarter of it"
@@ -470,18 +486,19 @@ def _tiers(
         else:
             device, host, unit = said(kind, "bytes", "num_slots"), said(kind, "host_slots"), 1
             least = (LEAST_SLOTS, 1)
-        yield from _both(kind, form, unit, [device, host or f"{bounds[1]}, in proportion"], least)
+        yield from _both(kind, form, unit, [device, host or f"{bounds[1]}, in proportion"], row, least)
 
 
 def _both(
-    resource: str, form: Form, unit: int, bounds: Sequence[str], least: Sequence[int] = (1, 1)
+    resource: str, form: Form, unit: int, bounds: Sequence[str], row_bytes: int, least: Sequence[int] = (1, 1)
 ) -> Iterator[TierRoom]:
-    """The tiers that a resource has; `unit`: tokens, or slots, of a page."""
+    """The tiers that a resource has; `unit`: tokens, or slots, of a page; `row_bytes`: of the journal, for a page."""
     sizes = [(Tier.DEVICE, form.num_pages, form.pool_bytes, form.num_shards)]
     sizes.append((Tier.HOST, form.host_pages, form.host_pool_bytes, form.num_parts))
     for (tier, num_pages, pool_bytes, num_pools), bound, fewest in zip(sizes, bounds, least, strict=True):
         if num_pages:
-            yield TierRoom(tier, num_pages, num_pages * unit, pool_bytes, num_pools, bound, resource, fewest)
+            rows = num_pages * row_bytes if tier is Tier.HOST else 0
+            yield TierRoom(tier, num_pages, num_pages * unit, pool_bytes, num_pools, bound, resource, fewest, rows)
 
 
 def told(num_bytes: int) -> str:

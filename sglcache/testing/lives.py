@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglcache.core.effects import Journal as JournalEffect
 from sglcache.core.restore import restore
-from sglcache.memory.journal import Journal, Shape
+from sglcache.memory.journal import Journal
+from sglcache.memory.journal_form import Shape
 from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.testing.hybrid import Hybrid
 from sglcache.testing.hybrid_model import FULL, HOST, Places

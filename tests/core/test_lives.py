@@ -17,8 +17,9 @@ import pytest
 from sglcache.core import restore
 from sglcache.core.journal import Present
 from sglcache.core.key import ROOT, Namespace
-from sglcache.memory import journal
-from sglcache.memory.journal import Journal, Shape
+from sglcache.memory import journal, journal_form
+from sglcache.memory.journal import Journal
+from sglcache.memory.journal_form import Shape
 from sglcache.testing import lives
 from sglcache.testing.hybrid_programs import Program, settings
 from sglcache.testing.lives import Lives, map_new, run
@@ -227,8 +228,8 @@ def test_long_names_are_kept_over_many_lives_and_their_places_used_again() -> No
 
 
 def test_a_name_for_which_there_is_no_place_costs_its_pages_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "FEW_NAMES", 0)
-    monkeypatch.setattr(journal, "NAMES_PER_SLOT", 1)
+    monkeypatch.setattr(journal_form, "FEW_NAMES", 0)
+    monkeypatch.setattr(journal_form, "NAMES_PER_SLOT", 1)
     shape = Shape(1, [4])
     region = map_new(shape.num_bytes)
     book = Journal(region, shape, b"")
