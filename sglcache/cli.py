@@ -161,6 +161,13 @@ def observer_of(socket: Path) -> Client:
     return Client(socket, role="observer", name="sglcache")
 
 
+def admin_of(socket: Path) -> Client:
+    """For a command that changes something."""
+    from sglcache.client import Client
+
+    return Client(socket, role="admin", name="sglcache")
+
+
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, where that is a terminal. Gives what to call with how much is done."""
@@ -630,7 +637,7 @@ def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float
     dropped: dict[int, dict[str, int]] = {}
 
     def work(target: Target) -> None:
-        with observer_of(target.socket) as client:
+        with admin_of(target.socket) as client:
             while True:
                 try:
                     pages = client.clear(tier)
@@ -737,6 +744,16 @@ cli.add_command(
 )
 cli.add_command(
     LazyCommand("sglcache.commands.health:health", name="health", help="Whether every rank serves, for probes.")
+)
+cli.add_command(
+    LazyCommand("sglcache.commands.sessions:sessions", name="sessions", help="Who is attached, and what each holds.")
+)
+cli.add_command(
+    LazyCommand(
+        "sglcache.commands.sessions:evict_session",
+        name="evict-session",
+        help="End a session, such as that of a runner that hangs.",
+    )
 )
 cli.add_command(
     LazyCommand(

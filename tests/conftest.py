@@ -39,8 +39,8 @@ class Shelf:
         self._daemons[key] = daemon
         if len(self._daemons) > MOST:
             self._stop(next(iter(self._daemons)))
-        with daemon.observer() as observer:
-            observer.clear()
+        with daemon.admin() as admin:
+            admin.clear()
         return daemon
 
     def take_back(self, daemon: Daemon) -> None:

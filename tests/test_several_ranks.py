@@ -187,8 +187,8 @@ def test_a_replay_is_of_one_rank_and_a_watch_of_one_or_all(whole: Daemon) -> Non
     assert line["rank"] == 3
     assert whole.rank(3).epoch <= line["seq"] <= whole.rank(3).row["stream"]["last_seq"]
     for rank in whole.ranks:  # a stream begins with AllBlocksCleared, and has nothing more if nothing is cached
-        with rank.observer() as observer:
-            observer.clear()
+        with rank.admin() as admin:
+            admin.clear()
     done = run(whole, "watch", "--limit", "4")
     assert sorted(json.loads(line)["rank"] for line in lines(done.stdout)) == [0, 1, 2, 3]
 

@@ -316,7 +316,8 @@ class Member:
 
 
 class Client(Member):
-    """A runner, a scheduler of workers, or an observer, which may look and clear and has no pages."""
+    """A runner, a scheduler of workers, an observer, which only looks, or an admin, which may also clear, announce and
+    evict. Neither of the last two has a session, or pages."""
 
     def __init__(
         self,
@@ -522,6 +523,17 @@ class Client(Member):
         """
         with self._connection.lock:
             self._call(control.Announce(self._connection.number()))
+
+    def evict_session(self, session: int, *, kill: bool = False) -> dict[str, Any]:
+        """End another's session, as a member's death would (an admin's alone). What it holds stays fenced while a
+        process lives that touches pages, and has not said goodbye; `kill` ends these.
+
+        `pages`: what is fenced; `must_end`: whose end it waits for; `killed`: pids. UnknownSession: there is none such.
+        """
+        if isinstance(session, bool) or not isinstance(session, int) or not 0 <= session < 1 << 63:
+            raise BadRequest(f"session={_shown(session)}: the number that a status has of it", argument="session")
+        with self._connection.lock:
+            return self._call(control.EvictSession(self._connection.number(), session, kill))
 
     # -- for leases -------------------------------------------------------------------------------------
 

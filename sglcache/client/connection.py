@@ -56,6 +56,7 @@ Request: TypeAlias = (
     | control.Dump
     | control.Digest
     | control.Announce
+    | control.EvictSession
     | control.Bye
 )
 Answer: TypeAlias = control.Granted | control.Extended | control.CommitDone | control.Done

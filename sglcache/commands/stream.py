@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from sglcache.cli import Target, each_of, observer_of, rank_option, socket_option, targets_of
+from sglcache.cli import Target, admin_of, each_of, rank_option, socket_option, targets_of
 
 PAUSE_S = 0.02
 
@@ -22,7 +22,7 @@ def announce(socket: Path | None, rank: str | None) -> int:
     """
 
     def work(target: Target) -> None:
-        with observer_of(target.socket) as client:
+        with admin_of(target.socket) as client:
             first = client.digest()["seq"] + 1
             client.announce()
             while (digest := client.digest())["announcing"]:

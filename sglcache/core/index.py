@@ -50,7 +50,6 @@ from sglcache.errors import (
     Busy,
     Changed,
     NoSpace,
-    SessionEnded,
     SglcacheError,
     TransferError,
     UnknownLease,
@@ -274,7 +273,7 @@ class Index:
         self.sessions[session.id] = session
         return session.id
 
-    def end_session(self, session: SessionId) -> None:
+    def end_session(self, session: SessionId, why: str = "a member died or left") -> None:
         """The session takes no more commands: its leases are fenced, commits that wait are dropped, pins let go.
 
         Its pages come back by `shard_gone` of every shard, or each lease's by the event of its release. Idempotent.
@@ -282,10 +281,10 @@ class Index:
         s = self.sessions.get(session)
         if s is None or s.ended:
             return
-        s.ended = True
+        s.ended, s.why = True, why
         self._moves += 1
         self.counters["sessions_ended"] += 1
-        error = SessionEnded("the session ended: a member died or left; close this client and attach anew")
+        error = s.over()
         for waiting in [w for w in self._waiting if w.session is s]:
             self._leave_queue(waiting)
             self.wake(s, waiting.request, error)
@@ -1942,7 +1941,7 @@ class Index:
         if s is None:
             raise UnknownSession(f"there is no session {session}", session=session)
         if s.ended:
-            raise SessionEnded("the session ended: a member died or left; close this client and attach anew")
+            raise s.over()
         return s
 
     def _lease(self, s: Session, lease: LeaseId) -> Lease:

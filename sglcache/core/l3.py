@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglcache.core.effects import Cancel, Fetch, Grant, Prefetched, Probe, Result, Run, Store
 from sglcache.core.key import Namespace
 from sglcache.core.slots import SLOT_BYTES
-from sglcache.errors import SessionEnded, SglcacheError
+from sglcache.errors import SglcacheError
 from sglcache.units import TicketId, Tier
 
 if TYPE_CHECKING:
@@ -799,7 +799,7 @@ class L3:
 
     def _next(self, waiter: Waiter, came: int) -> Result | None:
         if waiter.session.ended:
-            return SessionEnded("the session ended: a member died or left; close this client and attach anew")
+            return waiter.session.over()
         try:
             return waiter.go_on(came)
         except SglcacheError as error:

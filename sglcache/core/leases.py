@@ -14,6 +14,7 @@ from typing import NamedTuple
 from sglcache.core.key import Namespace
 from sglcache.core.slots import SLOT_BYTES
 from sglcache.core.tree import Node
+from sglcache.errors import SessionEnded
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
 
 
@@ -171,6 +172,7 @@ class Session:
         "num_replies",
         "pins",
         "queue",
+        "why",
         "with_duplicates",
     )
 
@@ -186,7 +188,12 @@ class Session:
         self.pins: dict[str, list[Pin]] = {}
         self.num_replies = 0
         self.ended = False
+        self.why = ""  # it ended
         self.gone = 0  # mask of the shards whose uses are over for good
+
+    def over(self) -> SessionEnded:
+        """What whoever asks for something gets once it has ended."""
+        return SessionEnded(f"the session ended: {self.why}; attach anew", session=self.id)
 
 
 class Pin(NamedTuple):

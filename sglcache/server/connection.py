@@ -47,6 +47,7 @@ class Connection(asyncio.Protocol):
         self._closing = False  # no more commands are taken
         self._ending = False  # the turn's answers are the last thing to be said
         self._reading = True
+        self.heard_at = owner.loop.time()  # when the last command came; at first, when it attached
 
     # -- out ----------------------------------------------------------------------------------------------
 
@@ -61,6 +62,12 @@ class Connection(asyncio.Protocol):
 
     def fail(self, request: int, error: SglcacheError) -> None:
         self.reply(control.Failure(request, error.code, error.message, error.facts))
+
+    def forbidden(self, command: control.Frame) -> SglcacheError:
+        """Why there is no handler for this command."""
+        return Forbidden(
+            f"{with_article(self.role)} may not send {with_article(type(command).__name__)}", role=self.role
+        )
 
     def flush(self) -> None:
         out = self._out
@@ -109,6 +116,7 @@ class Connection(asyncio.Protocol):
     def _serve(self, data: bytes | bytearray) -> None:
         """Serve the whole frames of `data`, at most a turn's worth, and keep the rest."""
         at, size, left = 0, len(data), MAX_TURN
+        self.heard_at = self.owner.loop.time()
         while size - at >= HEADER:
             start = at + HEADER
             stop = start + int.from_bytes(data[at:start], "big")
@@ -130,9 +138,7 @@ class Connection(asyncio.Protocol):
             handler = self.handlers.get(type(command))
             try:
                 if handler is None:
-                    raise Forbidden(
-                        f"{with_article(self.role)} may not send {with_article(type(command).__name__)}", role=self.role
-                    )
+                    raise self.forbidden(command)
                 handler(self, command)
             except SglcacheError as error:
                 request = getattr(command, "request", None)

@@ -318,6 +318,7 @@ class Rank:
             "memory": {name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self.tiers().items()},
             "third": {**facts["third"], **parts.owner.third.facts()} if parts.owner.third is not None else None,
             "sessions": parts.sessions.describe(),
+            "reclaims": [each._asdict() for each in parts.sessions.reclaims],
             "stream": self._stream(for_ourselves=True),
         }
         if prove:

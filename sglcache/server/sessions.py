@@ -19,6 +19,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
+import signal
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +31,7 @@ import numpy as np
 
 from sglcache.core import invariants
 from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Share, Wake
+from sglcache.core.holdings import Holding, holdings
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import (
@@ -59,7 +64,10 @@ DUMP_SLICE = 2000  # nodes
 PROOF_TRIES = 100  # of a proof that commands keep overtaking
 FAREWELL = -1  # the ticket of a Bye
 
-RUNNER, SCHEDULER, WORKER, OBSERVER = "runner", "scheduler", "worker", "observer"
+RECLAIMS = 16  # deaths that are remembered
+
+RUNNER, SCHEDULER, WORKER, OBSERVER, ADMIN = "runner", "scheduler", "worker", "observer", "admin"
+WITHOUT_SESSION = (OBSERVER, ADMIN)
 
 
 class OfferedCompanion(NamedTuple):
@@ -88,8 +96,9 @@ class Offer(NamedTuple):
 class Session:
     """The daemon's record of one runner. Ended once; forgotten when no member is left."""
 
-    def __init__(self, id: SessionId, num_shards: int) -> None:
+    def __init__(self, id: SessionId, num_shards: int, now: float) -> None:
         self.id = id
+        self.attached_at = now
         self.token = os.urandom(TOKEN_BYTES)
         self.num_shards = num_shards
         self.scheduler: Member | None = None  # or the runner; None once its socket is at its end
@@ -97,10 +106,22 @@ class Session:
         self.workers: dict[int, Member] = {}  # by shard; of a runner none
         self.is_runner = False
         self.ended = False
+        self.ended_at = 0.0
+        self.why = ""  # it ended
+        self.asked: deque[tuple[int, float]] = deque()  # (ticket, when) of what waits for workers' events; not pruned
+
+
+class Reclaim(NamedTuple):
+    """A death, and when all that it held was free again: seconds of CLOCK_MONOTONIC."""
+
+    session: int
+    pid: int
+    died_at: float  # when the loop was told, by the process's descriptor
+    freed_at: float
 
 
 class Member(Connection):
-    """One connection of a session, or an observer's."""
+    """One connection of a session, or of who has none: an observer's or an admin's."""
 
     def __init__(self, sessions: Sessions, peer: Peer, hello: control.Hello) -> None:
         super().__init__(sessions.owner)
@@ -116,12 +137,26 @@ class Member(Connection):
         self.id = SessionId(0)  # the session's, for the hot path
         self.ring: EventRingReader | None = None
         self.load_doorbell = -1
-        self.waits: list[tuple[int, int, int]] = []  # (event, generation, ticket) named and not done
+        self.waits: list[tuple[int, int, int, float]] = []  # (event, generation, ticket, since) named and not done
         self.gone = False  # nothing more will come of it: its uses are over, and it is watched no longer
 
     def __repr__(self) -> str:
+        return f"{self.who[:-1]}, session {self.id})"
+
+    @property
+    def who(self) -> str:
+        """For people, within its session."""
         shard = f" of shard {self.shard}" if self.role == WORKER else ""
-        return f"{self.role}{shard} {self.name!r} (pid {self.pid}, session {self.id})"
+        return f"{self.role}{shard} {self.name!r} (pid {self.pid})"
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether its process lives; None: nobody watches it any more, as nothing depends on it."""
+        if self.pidfd < 0:
+            return None
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     # -- the runner's journey -------------------------------------------------------------------------------
 
@@ -205,8 +240,8 @@ class Member(Connection):
         self.index.commit(self.id, c.request, lease, c.ticket, seen=c.seen, tokens=c.tokens, ends=c.ends, floor=c.floor)
         if done:
             self.event_over(c.ticket)
-        elif self.touches:
-            self.waits.append((c.event, c.generation, c.ticket))
+        else:
+            self.await_event(c.event, c.generation, c.ticket)
 
     def release(self, c: control.Release) -> None:
         done = self.event_done(c.event, c.generation)
@@ -214,8 +249,8 @@ class Member(Connection):
         self.index.release(self.id, c.request, lease, c.ticket, seen=c.seen, discard=c.discard)
         if done:
             self.event_over(c.ticket)
-        elif self.touches:
-            self.waits.append((c.event, c.generation, c.ticket))
+        else:
+            self.await_event(c.event, c.generation, c.ticket)
 
     def cancel(self, c: control.Cancel) -> None:
         if self.index.cancel(self.id, c.request, LeaseId(c.lease)):
@@ -225,7 +260,7 @@ class Member(Connection):
         if self.event_done(c.event, c.generation):
             self.event_over(c.ticket)
         else:
-            self.waits.append((c.event, c.generation, c.ticket))
+            self.await_event(c.event, c.generation, c.ticket)
 
     def bye(self, c: control.Bye) -> None:
         done = self.event_done(c.event, c.generation)
@@ -233,13 +268,13 @@ class Member(Connection):
         self.handlers = {}
         self.reply(control.Done(c.request))
         if self.session is not None:
-            self.sessions.end(self.session)
+            self.sessions.end(self.session, f"its {self.who} left")
         if not self.touches:
             self.sessions.drop(self)
         elif done:
             self.event_over(FAREWELL)
         else:
-            self.waits.append((c.event, c.generation, FAREWELL))
+            self.await_event(c.event, c.generation, FAREWELL)
 
     # -- events ---------------------------------------------------------------------------------------------
 
@@ -259,6 +294,17 @@ class Member(Connection):
         if len(self.waits) >= MAX_WAITS:
             raise BadRequest(f"{len(self.waits)} events are named and not done; let some finish", waits=len(self.waits))
         return False
+
+    def await_event(self, event: int, generation: int, ticket: int) -> None:
+        """`ticket` is done once this event is; of a scheduler's, once its workers have named theirs and these are."""
+        now = self.owner.loop.time()
+        if self.touches:
+            self.waits.append((event, generation, ticket, now))
+        elif self.session is not None:
+            asked, known = self.session.asked, self.index.sessions.get(self.id)
+            while known is not None and asked and asked[0][0] <= known.last_done:
+                asked.popleft()
+            asked.append((ticket, now))
 
     def event_over(self, ticket: int) -> None:
         """The shard's use of its pages for `ticket` is over."""
@@ -281,7 +327,7 @@ class Member(Connection):
         waits, self.waits = self.waits, []
         over = []
         for wait in waits:
-            event, generation, ticket = wait
+            event, generation, ticket, _ = wait
             if ring.done(event, generation):
                 over.append(ticket)
             else:
@@ -345,6 +391,10 @@ class Member(Connection):
         self.owner.announce()
         self.reply(control.Done(c.request))
 
+    def evict_session(self, c: control.EvictSession) -> None:
+        facts = self.sessions.evict(SessionId(c.session), c.kill, f"{self.role} {self.name!r} evicted it")
+        self.reply(control.Done(c.request, facts))
+
     # -- what a role may not do now ----------------------------------------------------------------------------
 
     def acquire_early(self, c: control.Acquire) -> None:
@@ -355,7 +405,23 @@ class Member(Connection):
         )
 
     def after_the_end(self, c: control.Frame) -> None:
-        raise SessionEnded("the session ended: a member died or left; say Bye, close, and attach anew")
+        assert self.session is not None
+        raise SessionEnded(
+            f"the session ended: {self.session.why}; say Bye, close, and attach anew", session=self.session.id
+        )
+
+    def forbidden(self, command: control.Frame) -> SglcacheError:
+        kind = type(command)
+        may = [role for role, handlers in HANDLERS.items() if kind in handlers]
+        if self.role in may:
+            return Forbidden(f"this {self.role} has said Bye: it takes no more commands", role=self.role)
+        *others, last = [with_article(role) for role in may]
+        who = f"{', '.join(others)} or {last}" if others else last
+        return Forbidden(
+            f"{with_article(self.role)} may not send {with_article(kind.__name__)}; {who} may",
+            role=self.role,
+            may=may,
+        )
 
     # -- the connection -----------------------------------------------------------------------------------------
 
@@ -363,7 +429,7 @@ class Member(Connection):
         logger.warning("%r is thrown out: %s", self, error.message)
         super().throw_out(error)
         if self.session is not None:
-            self.sessions.end(self.session)
+            self.sessions.end(self.session, f"its {self.who} was thrown out: {error.message}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -372,16 +438,19 @@ class Member(Connection):
 
 _LOOKING: Handlers[Member] = {
     control.Peek: Member.peek,
-    control.Clear: Member.clear,
     control.Ping: Member.ping,
     control.Status: Member.status,
     control.Dump: Member.dump,
     control.Digest: Member.digest,
-    control.Announce: Member.announce,
     control.Bye: Member.bye,
 }
-_LEADING: Handlers[Member] = {
+_CHANGING: Handlers[Member] = {
     **_LOOKING,
+    control.Clear: Member.clear,
+    control.Announce: Member.announce,
+}
+_LEADING: Handlers[Member] = {
+    **_CHANGING,
     control.Acquire: Member.acquire,
     control.Prefetch: Member.prefetch,
     control.Extend: Member.extend,
@@ -396,6 +465,7 @@ HANDLERS: dict[str, Handlers[Member]] = {
     SCHEDULER: _LEADING,
     WORKER: {control.Recorded: Member.recorded, control.Ping: Member.ping, control.Bye: Member.bye},
     OBSERVER: _LOOKING,
+    ADMIN: {**_CHANGING, control.EvictSession: Member.evict_session},
 }
 EARLY: Handlers[Member] = {**_LEADING, control.Acquire: Member.acquire_early}
 """A scheduler's while a worker is missing."""
@@ -426,6 +496,8 @@ class Sessions:
         self.members: set[Member] = set()  # connected, or kept until its uses are over
         self.num_attached = 0  # since the start
         self.num_deaths = 0
+        self.reclaims: deque[Reclaim] = deque(maxlen=RECLAIMS)  # the last ones
+        self._dying: dict[SessionId, tuple[int, float]] = {}  # (pid, when): pages are not free for some other reason
         self._by_id: dict[SessionId, Session] = {}
         self._by_token: dict[bytes, Session] = {}
         self._adopting: set[asyncio.Task[None]] = set()
@@ -453,7 +525,7 @@ class Sessions:
             member.connection_lost(exc)
             return
         self.num_attached += 1
-        logger.log(logging.DEBUG if member.role == OBSERVER else logging.INFO, "attached %r", member)
+        logger.log(logging.DEBUG if member.role in WITHOUT_SESSION else logging.INFO, "attached %r", member)
         task = self.owner.loop.create_task(self._adopt(peer, member))
         self._adopting.add(task)
         task.add_done_callback(self._adopting.discard)
@@ -480,9 +552,9 @@ class Sessions:
             member.ring = ring
             loop.add_reader(ring.doorbell, member.rang)
         member.handlers = HANDLERS[member.role]
-        if session is None and member.role != OBSERVER:
+        if session is None and member.role not in WITHOUT_SESSION:
             num_shards = self.offer.geometry.num_shards if member.role == SCHEDULER else 1
-            session = Session(index.open_session(num_shards), num_shards)
+            session = Session(index.open_session(num_shards), num_shards, loop.time())
             session.scheduler = member
             session.is_runner = member.role == RUNNER
             self._by_id[session.id] = self._by_token[session.token] = session
@@ -505,7 +577,10 @@ class Sessions:
         if session is None:
             raise UnknownSession("no session has this token; take the one of the scheduler that is attached now")
         if session.ended:
-            raise SessionEnded("the session ended before this worker joined it; attach a new scheduler")
+            raise SessionEnded(
+                f"the session ended before this worker joined it: {session.why}; attach a new scheduler",
+                session=session.id,
+            )
         if session.is_runner:
             raise Forbidden("a runner is its own only worker; attach it as a scheduler to have others")
         if hello.shard >= session.num_shards or hello.shard in session.workers:
@@ -564,17 +639,17 @@ class Sessions:
 
     # -- ending ---------------------------------------------------------------------------------------------
 
-    def end(self, session: Session) -> None:
-        """A member is gone: end the session, if that has not happened yet. Its other members may still say Bye."""
+    def end(self, session: Session, why: str) -> None:
+        """End the session, if that has not happened yet. Its members may still say Bye."""
         if session.ended:
             return
-        session.ended = True
-        logger.info("session %d ends", session.id)
+        session.ended, session.why, session.ended_at = True, why, self.owner.loop.time()
+        logger.info("session %d ends: %s", session.id, why)
         for member in session.members:
             if member.handlers:
                 member.handlers = ENDED[member.role]
         index = self.owner.index
-        index.end_session(session.id)
+        index.end_session(session.id, why)
         if not session.is_runner:
             for shard in range(session.num_shards):
                 if shard not in session.workers:  # it never came: nobody can be using it
@@ -594,7 +669,7 @@ class Sessions:
         if session is not None:
             if session.scheduler is member:
                 session.scheduler = None
-            self.end(session)
+            self.end(session, f"the connection of its {member.who} ended")
         if member.gone or not member.touches:
             self.drop(member)
         elif session is not None:
@@ -614,16 +689,61 @@ class Sessions:
 
     def _died(self, member: Member) -> None:
         """The member's process is dead, whoever holds its socket."""
+        now = time.monotonic()
         self.num_deaths += 1
         logger.info("%r died", member)
         assert member.session is not None
-        self.end(member.session)
+        self.end(member.session, f"its {member.who} died")
         if member.touches:
+            self._dying[member.id] = (member.pid, now)
             self.shard_gone(member)
+            self._reclaimed()
         else:
             self.drop(member)
         member.abort()
         self.owner.end_turn()
+
+    def _reclaimed(self) -> None:
+        """Note of whom, of those that died, nothing is left."""
+        known = self.owner.index.sessions
+        for id in [id for id in self._dying if id not in known]:
+            pid, died_at = self._dying.pop(id)
+            self.reclaims.append(Reclaim(id, pid, died_at, time.monotonic()))
+
+    def evict(self, id: SessionId, kill: bool, why: str) -> dict[str, Any]:
+        """End a session of which no member has died or left: what it holds stays fenced while these live. The facts.
+
+        With `kill` they are sent SIGKILL. UnknownSession: there is none of that number.
+        """
+        session, index = self._by_id.get(id), self.owner.index
+        if session is None and id not in index.sessions:
+            raise UnknownSession(f"there is no session {id}; `sglcache sessions` lists those there are", session=id)
+        was_ended = session is None or session.ended
+        if session is not None:
+            self.end(session, why)
+        killed: list[int] = []
+        not_killed: dict[int, str] = {}
+        for member in session.members if session is not None and kill else ():
+            if member.pidfd < 0:
+                continue
+            try:
+                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
+                killed.append(member.pid)
+            except ProcessLookupError:
+                pass  # it is dead, and we hear of it in this turn or the next
+            except OSError as exc:
+                not_killed[member.pid] = exc.strerror or str(exc)
+        if killed:
+            logger.warning("session %d is evicted: killed pid %s", id, ", ".join(map(str, killed)))
+        holding = holdings(index).get(id)
+        return {
+            "session": id,
+            "was_ended": was_ended,
+            "pages": self._pages(holding, ended=True),
+            "must_end": [_named(member) for member in self._holders(session)],
+            "killed": list(dict.fromkeys(killed)),
+            "not_killed": [{"pid": pid, "why": reason} for pid, reason in not_killed.items()],
+        }
 
     def drop(self, member: Member) -> None:
         """Let go of what is kept for the member; with its socket, too, at its end, forget it. Idempotent."""
@@ -689,6 +809,8 @@ class Sessions:
         """A load-back is over. The ring tells of a failed one before anyone computes with what isn't there."""
         session = self._by_id.get(load.session)
         members = session.members if session is not None else []
+        if self._dying:  # its pages come back in this turn
+            self.owner.loop.call_soon(self._reclaimed)
         if load.place is not None:
             if not ok:
                 bells = [member.load_doorbell for member in members if member.load_doorbell >= 0]
@@ -703,27 +825,117 @@ class Sessions:
     # -- telling --------------------------------------------------------------------------------------------
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every session, for people."""
-        leases = self.owner.index.sessions
+        """Every session, for people: those that ended and hold something still, too, and what they wait for."""
+        held, now = holdings(self.owner.index), self.owner.loop.time()
+        told = [self._row(session, held.pop(session.id, None), now) for session in self._by_id.values()]
+        # Nobody of it is left, and a copy from the host is still being written into its pages.
+        for id, holding in held.items():
+            known = self.owner.index.sessions[id]
+            told.append(
+                {
+                    "session": id,
+                    "ended": True,
+                    "why": known.why,
+                    "age_s": None,
+                    "idle_s": None,
+                    "ended_s": None,
+                    **self._held(holding, ended=True),
+                    "oldest_event": None,
+                    "fenced_by": _loads(holding),
+                    "members": [],
+                }
+            )
+        return told
+
+    def _row(self, session: Session, holding: Holding | None, now: float) -> dict[str, Any]:
+        fenced = session.ended and holding is not None and holding.num_leases
+        return {
+            "session": session.id,
+            "ended": session.ended,
+            "why": session.why or None,
+            "age_s": round(now - session.attached_at, 3),
+            "idle_s": round(now - max(member.heard_at for member in session.members), 3),
+            "ended_s": round(now - session.ended_at, 3) if session.ended else None,
+            **self._held(holding, session.ended),
+            "oldest_event": self._oldest(session, holding, now),
+            "fenced_by": [*(_named(each) for each in self._holders(session)), *_loads(holding)] if fenced else [],
+            "members": [
+                {
+                    "role": member.role,
+                    "name": member.name,
+                    "pid": member.pid,
+                    "shard": member.shard if member.touches else None,
+                    "connected": not member.lost,
+                    "alive": member.alive,
+                    "waits": len(member.waits),
+                }
+                for member in session.members
+            ],
+        }
+
+    def _held(self, holding: Holding | None, ended: bool) -> dict[str, Any]:
+        return {
+            "leases": holding.num_leases if holding is not None else 0,
+            "pages": self._pages(holding, ended),
+            "pins": holding.num_pins if holding is not None else 0,
+            "pinned_pages": holding.pinned_pages if holding is not None else 0,
+            "waiting": holding.num_waiting if holding is not None else 0,
+        }
+
+    def _pages(self, holding: Holding | None, ended: bool) -> list[dict[str, Any]]:
+        """What it has of each pool: `leased` or, once it ended, `fenced` are its own; `locked` are cached, and used."""
+        if holding is None:
+            return []
+        index = self.owner.index
         return [
             {
-                "session": session.id,
-                "ended": session.ended,
-                "leases": len(leases[session.id].leases) if session.id in leases else 0,
-                "members": [
-                    {
-                        "role": member.role,
-                        "name": member.name,
-                        "pid": member.pid,
-                        "shard": member.shard if member.touches else None,
-                        "connected": not member.lost,
-                        "waits": len(member.waits),
-                    }
-                    for member in session.members
-                ],
+                "resource": index.resources[cell].name,
+                "tier": Tier(cell % index.T).name,
+                "leased": 0 if ended else holding.own.get(cell, 0),
+                "fenced": holding.own.get(cell, 0) if ended else 0,
+                "locked": holding.locked.get(cell, 0),
             }
-            for session in self._by_id.values()
+            for cell in sorted({*holding.own, *holding.locked})
         ]
+
+    def _oldest(self, session: Session, holding: Holding | None, now: float) -> dict[str, Any] | None:
+        """The event that has been waited for longest, and whose it is: a runner that hangs is known by its age."""
+        named = [(since, ticket, [each.shard]) for each in session.members for _, _, ticket, since in each.waits[:1]]
+        if holding is not None and holding.oldest_ticket is not None:
+            since = next((since for ticket, since in session.asked if ticket == holding.oldest_ticket), None)
+            if since is not None:
+                named.append((since, holding.oldest_ticket, list(holding.missing)))
+        if not named:
+            return None
+        since, ticket, shards = min(named)
+        return {
+            "ticket": ticket if ticket != FAREWELL else None,  # None: that of a Bye
+            "age_s": round(now - since, 3),
+            "shards": shards,
+        }
+
+    @staticmethod
+    def _holders(session: Session | None) -> list[Member]:
+        """Those whose end the pages of an ended session wait for."""
+        return [member for member in session.members if member.touches and not member.gone] if session else []
+
+
+def _named(member: Member) -> dict[str, Any]:
+    """Whom pages wait for, and why."""
+    left = any(ticket == FAREWELL for _, _, ticket, _ in member.waits)
+    return {
+        "pid": member.pid,
+        "role": member.role,
+        "name": member.name,
+        "shard": member.shard,
+        "why": "farewell_event" if left else "alive",
+    }
+
+
+def _loads(holding: Holding | None) -> list[dict[str, Any]]:
+    if holding is None or not holding.num_loads:
+        return []
+    return [{"pid": None, "role": None, "name": None, "shard": None, "why": "load"}]
 
 
 class _Dump:

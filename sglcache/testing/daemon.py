@@ -92,6 +92,12 @@ class Served:
         with Client(self.socket, role="observer", name="test") as client:
             yield client
 
+    @contextmanager
+    def admin(self) -> Iterator[Client]:
+        """Who may change what an observer only looks at."""
+        with Client(self.socket, role="admin", name="test") as client:
+            yield client
+
     def status(self, prove: bool = True) -> dict[str, Any]:
         """Asked by an observer. AssertionError: a law of the books is broken."""
         with self.observer() as observer:

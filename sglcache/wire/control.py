@@ -55,7 +55,7 @@ class Hello(Frame):
 
     protocol: int
     client: Name  # for people: shown in `status`
-    role: str  # "runner" (scheduler and only worker in one), "scheduler", "worker", "observer"
+    role: str  # "runner" (scheduler and only worker in one), "scheduler", "worker", "observer", "admin"
     session: bytes = b""  # a worker's: the token that the scheduler's Welcome carried
     shard: U31 = 0  # a worker's
     num_events: U31 = 0
@@ -323,6 +323,15 @@ class Announce(Frame):
     request: U63
 
 
+class EvictSession(Frame):
+    """End another's session, as its own member's death would. Its pages stay fenced while a process that touches them
+    lives; with `kill` these, and its scheduler, get SIGKILL, by their descriptors, not their numbers."""
+
+    request: U63
+    session: U63
+    kill: bool = False
+
+
 class Bye(Frame):
     """The member's last word: its uses end with this event (a scheduler that touches nothing sends 0, 0)."""
 
@@ -349,6 +358,7 @@ Command = (
     | Digest
     | Announce
     | Bye
+    | EvictSession
 )
 
 
@@ -404,7 +414,8 @@ class CommitDone(Frame):
 
 
 class Done(Frame):
-    """To Release, Cancel, Unpin, Clear, Ping, Bye, Peek, Prefetch, Pin, Status, Dump: the numbers, by name."""
+    """To Release, Cancel, Unpin, Clear, Ping, Bye, Peek, Prefetch, Pin, Status, Dump, EvictSession, ...: the numbers,
+    by name."""
 
     request: int
     facts: dict[str, Any] = {}

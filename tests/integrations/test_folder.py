@@ -106,8 +106,8 @@ def daemon(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 def say(folder: Path, daemon: Daemon, run: Run) -> Run:
     """An empty cache, and the command line on it."""
     daemon.settle()
-    with daemon.observer() as observer:
-        observer.clear()
+    with daemon.admin() as admin:
+        admin.clear()
     return partial(run, "--model", folder, "--socket", daemon.socket, "--max-new-tokens", NUM_NEW)
 
 

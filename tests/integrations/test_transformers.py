@@ -62,8 +62,8 @@ def serve(models: dict[str, Any], daemons: Daemons, tmp_path_factory: pytest.Tem
             daemons[kind] = Daemon(folder, pool=pool, host={"num_tokens": 1024}, events={"enabled": False})
         daemon = daemons[kind]
         daemon.settle()
-        with daemon.observer() as observer:
-            observer.clear()
+        with daemon.admin() as admin:
+            admin.clear()
         return daemon
 
     return start

@@ -135,15 +135,15 @@ def test_a_clear_is_of_the_tiers_it_names(tmp_path: Path, shim: Path, opened: Ex
         rig.settle()
         return rig.blocks()
 
-    with rig.daemon.observer() as observer:
+    with rig.daemon.admin() as admin:
         before = driven(1)
         assert min(map(len, before.values())) > LEAST
-        assert observer.clear(Tier.DISK) == {"DISK": len(before[0, "DISK"])}
+        assert admin.clear(Tier.DISK) == {"DISK": len(before[0, "DISK"])}
         rig.settle()
         assert rig.blocks() == {where: hashes for where, hashes in before.items() if where[1] != "DISK"}
         before = driven(2)
         assert len(before[0, "DISK"]) > LEAST
-        observer.clear()
+        admin.clear()
         rig.settle()
         assert rig.blocks() == {(0, "DISK"): before[0, "DISK"]}, "AllBlocksCleared takes nothing from the disk"
         cases = agree(rig, askable(rig.prompts, PAGE, rng))

@@ -60,8 +60,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
                     lease.wait_loaded()
                     lease.commit()
         daemon.settle()
-        with daemon.observer() as observer:
-            observer.clear()
+        with daemon.admin() as admin:
+            admin.clear()
         last = daemon.status()["stream"]["last_seq"]
         batches: dict[int, bytes] = {}
         while last not in batches:
@@ -242,9 +242,9 @@ def test_the_superset_suits_vllms_types(tmp_path: Path) -> None:
         with daemon.client() as client, client.acquire(range(40), cache_salt="t") as lease:
             lease.commit()
         daemon.settle()
-        with daemon.observer() as observer:
-            observer.clear("host")
-            observer.clear()
+        with daemon.admin() as admin:
+            admin.clear("host")
+            admin.clear()
         asker = Asker(opened.enter_context(connected(zmq.DEALER, daemon.info["stream"]["replay_endpoint"])))
         asker.ask(b"", number(daemon.info["epoch"]))
         batches = [msgspec.msgpack.decode(frames[-1], type=VllmBatch) for frames in asker.answer()]

@@ -175,18 +175,18 @@ def stream(scene: Scene) -> dict[str, Any]:
 def announce(scene: Scene, at_work: bool) -> None:
     """Have all told anew; `at_work`: while a runner commits and evicts on. Then one prompt more, which follows it."""
     assert scene.daemon is not None
-    with scene.daemon.observer() as observer, scene.at_work() if at_work else nullcontext() as wait:
-        observer.announce()
+    with scene.daemon.admin() as admin, scene.at_work() if at_work else nullcontext() as wait:
+        admin.announce()
         if wait is not None:
             wait(50)
-        assert eventually(lambda: not observer.digest()["announcing"], HEARD_S)
+        assert eventually(lambda: not admin.digest()["announcing"], HEARD_S)
     scene.drive(1)
 
 
 def clear(scene: Scene, tier: Tier | None) -> None:
     assert scene.daemon is not None
-    with scene.daemon.observer() as observer:
-        assert sum(observer.clear(tier).values()) > 0
+    with scene.daemon.admin() as admin:
+        assert sum(admin.clear(tier).values()) > 0
 
 
 # -- the runs -----------------------------------------------------------------------------------------

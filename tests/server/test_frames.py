@@ -191,10 +191,10 @@ def test_random_frames_never_harm(daemon: Daemon) -> None:
 # -- well-formed, and still wrong --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["observer", "scheduler", "runner"])
+@pytest.mark.parametrize("role", ["observer", "admin", "scheduler", "runner"])
 def test_a_role_may_do_its_own_things_only(daemon: Daemon, role: str) -> None:
     with daemon.client(role=role) as client:
-        if role == "observer":
+        if role in ("observer", "admin"):
             for command in (
                 lambda: client.acquire(TOKENS),
                 lambda: client.pin(TOKENS, "me", 1.0),

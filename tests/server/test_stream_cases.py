@@ -204,8 +204,8 @@ def test_what_an_idle_daemon_does_by_itself_is_told_without_waiting_for_others(l
             put(client, range(16))
             until(lambda: mirror.step(0.05) is not None and len(mirror.hashes("CPU_PINNED")) == 4)
             daemon.settle()
-            with daemon.observer() as observer:
-                observer.clear("HOST")
+            with daemon.admin() as admin:
+                admin.clear("HOST")
                 until(lambda: mirror.step(0.05) is not None and not mirror.hashes("CPU_PINNED"))
-                observer.clear()
+                admin.clear()
             until(lambda: mirror.step(0.05) is not None and not mirror.hashes("GPU"))

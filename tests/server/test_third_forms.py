@@ -108,9 +108,9 @@ def test_workers_of_two_shards_read_what_was_fetched(tmp_path: Path) -> None:
                 worker.record(release.ticket)
             release.wait()
         stored(daemon, 16)
-        with daemon.observer() as observer:
+        with daemon.admin() as admin:
             until(lambda: not daemon.status(prove=False)["sessions"])
-            observer.clear()
+            admin.clear()
         with crew(daemon) as (scheduler, workers):
             lease = scheduler.acquire(ONE, prefetch="wait_complete")
             assert (lease.matched_tokens, lease.host_tokens) == (64, 64)

@@ -231,9 +231,9 @@ def test_disk_is_exact_after_work_evictions_restarts_and_clears(tmp_path: Path) 
                 assert third["num_bytes"] <= third["max_bytes"] == 1 << 20
                 if life != 1:
                     assert third["evicted_pages"] > 0
-                with daemon.observer() as observer:
-                    observer.announce()
-                    until(lambda: not observer.digest()["announcing"])
+                with daemon.admin() as admin:
+                    admin.announce()
+                    until(lambda: not admin.digest()["announcing"])
                 assert same(daemon, mirror)["DISK"] == blocks["DISK"]
                 with watching(daemon) as late:  # who joins late, by a snapshot
                     assert same(daemon, late)["DISK"] == blocks["DISK"]

@@ -286,7 +286,7 @@ def test_who_asked_for_a_clear_may_be_gone_when_it_is_done(tmp_path: Path) -> No
         with writes.held(), Puppet(daemon.socket) as puppet:
             put(client, ONE, 7)
             writes.wait()
-            puppet.do("client = Client(socket, role='observer')")
+            puppet.do("client = Client(socket, role='admin')")
             puppet.begin("client.clear('disk')")
             until(lambda: third_of(daemon)["queued"]["clear"] == 1)
             puppet.kill()
