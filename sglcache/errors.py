@@ -132,6 +132,15 @@ class Unavailable(SglcacheError):
     code = "unavailable"
 
 
+class DaemonRestarted(Unavailable):
+    """The daemon's life that the client attached to, `epoch`, is over: it was started again, or is gone.
+
+    Its leases, pages and session ended with it. `Client.reattach` attaches to the next life, once that serves.
+    """
+
+    code = "daemon_restarted"
+
+
 class TransferError(SglcacheError):
     """A copy failed. On a device this ends the rank (fail stop)."""
 
@@ -154,8 +163,8 @@ _BY_CODE = {
     kind.code: kind
     for kind in (
         SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, DoubleFree, ProtocolError, NoSpace,
-        UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, TransferError, StorageError,
-        ClosedError,
+        UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, DaemonRestarted,
+        TransferError, StorageError, ClosedError,
     )
 }  # fmt: skip
 

@@ -27,6 +27,7 @@ import os
 import reprlib
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypedDict, TypeVar, Unpack
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -43,8 +45,16 @@ from sglcache.client.connection import Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
 from sglcache.client.shares import KINDS, StateShare, WindowShare
 from sglcache.core.key import pack
-from sglcache.errors import BadRequest, ClosedError, ConfigError, SglcacheError, with_article
-from sglcache.memory.geometry import FULL, Geometry, StateGeometry
+from sglcache.errors import (
+    BadRequest,
+    Changed,
+    ClosedError,
+    ConfigError,
+    SglcacheError,
+    Unavailable,
+    with_article,
+)
+from sglcache.memory.geometry import FULL, WINDOW, Geometry, StateGeometry
 from sglcache.memory.rings import EventRing, LoadRingReader
 from sglcache.units import Tier
 from sglcache.wire import control
@@ -53,6 +63,8 @@ if TYPE_CHECKING:
     from sglcache.memory.views import KVViews, StateViews
 
 NUM_EVENTS = 4096  # of a member's ring: as many of its commits and releases may be held back at a time
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.25  # between two tries to find the daemon's next life
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -146,13 +158,14 @@ class Member:
         ring: EventRing | None,
     ) -> None:
         self._ring = ring
+        self._hello = hello
+        self._attaching = threading.Lock()
         self._loads: LoadRingReader | None = None
         self._pools: dict[str, list[KVViews] | list[StateViews]] = {}  # by resource
-        fds = [ring.fd, ring.doorbell] if ring is not None else []
         try:
             offset = _offset(rank, dp_size)
             path = Path(socket) if socket is not None else paths.socket_path(offset)
-            self._connection = Connection(path, hello, fds)
+            self._connection = self._connect(path, hello)
         except BaseException:
             if ring is not None:
                 ring.close()
@@ -161,7 +174,7 @@ class Member:
         self.socket = path
         self.role = hello.role
         self.epoch = welcome.epoch
-        """The life of the daemon: another one is another cache."""
+        """The life of the daemon: another one is another cache. `reattach` changes it."""
         self.version = welcome.version
         self.rank = (welcome.dp_rank, welcome.pp_rank)
         """(dp_rank, pp_rank): whose pages these are."""
@@ -181,11 +194,7 @@ class Member:
                     self.window = WindowPool(self, each, Geometry.from_wire(each.geometry))
                 else:
                     self.mamba = StatePool(self, each, StateGeometry.from_wire(each.geometry))
-            if ring is not None:
-                num_pools = len(welcome.pools) + sum(len(each.pools) for each in welcome.companions)
-                fd, doorbell = self._take(num_pools), self._take(num_pools)
-                self._loads = LoadRingReader(fd, doorbell, welcome.num_load_slots, self.geometry.load_layers)
-                os.close(fd)
+            self._loads = self._load_ring(self._connection)
         except BaseException:
             self._let_go("this client never stood")
             raise
@@ -193,15 +202,32 @@ class Member:
         # There is no taking it back; a closed client leaves a few bytes behind.
         os.register_at_fork(after_in_child=lambda: (method := child()) and method())
 
-    def _take(self, index: int) -> int:
-        """Make descriptor `index` of the welcome ours."""
-        if index >= len(self._connection.fds):
-            raise ConfigError(f"the daemon sent {len(self._connection.fds)} descriptors; update the older side")
-        return self._connection.fds.pop(index)
+    def _connect(self, path: Path, hello: control.Hello) -> Connection:
+        ring = self._ring
+        return Connection(path, hello, [ring.fd, ring.doorbell] if ring is not None else [])
+
+    def _load_ring(self, connection: Connection) -> LoadRingReader | None:
+        """The daemon's load ring, of whose descriptors it takes hold. ConfigError: they are missing."""
+        if self._ring is None:
+            return None
+        welcome, fds = connection.welcome, connection.fds
+        at = len(welcome.pools) + sum(len(each.pools) for each in welcome.companions)
+        if len(fds) < at + 2:
+            raise ConfigError(f"the daemon sent {len(fds)} descriptors; update the older side")
+        fd, doorbell = fds.pop(at), fds.pop(at)
+        try:
+            return LoadRingReader(fd, doorbell, welcome.num_load_slots, self.geometry.load_layers)
+        finally:
+            os.close(fd)
 
     @property
     def pools(self) -> list[KVViews]:
-        """The device pools that this member maps: a runner all shards, a worker its own. ClosedError once closed."""
+        """The device pools that this member maps: a runner all shards, a worker its own.
+
+        DaemonRestarted once the daemon's life is over, until `reattach`; from then on they are the next life's. Tensors
+        and arrays that were taken before stay the old memory, which is nobody else's: harmless, and of no use.
+        ClosedError once closed.
+        """
         return self.mapped_tokens(FULL, self.geometry, self._welcome.pools)
 
     @property
@@ -238,18 +264,19 @@ class Member:
         """Block until a lease's `load` is readable, in one layer or in all.
 
         Layers are those of `pool`; what `window` and `mamba` have of the load is there before the first of them. Where
-        there are none, wait for all. TransferError: the load failed. Unavailable: the
-        daemon is gone.
+        there are none, wait for all. TransferError: the load failed. DaemonRestarted: the daemon's life is over; a
+        `load` of that life means nothing to the next, and must not be waited for there.
         """
         if self._loads is None:
             raise BadRequest(f"{with_article(self.role)} maps no pages that could be loaded; its workers wait")
         slot, generation = load
+        loads, connection = self._loads, self._connection
         for each in range(self.geometry.load_layers) if layer is None else (layer,):
-            if self._loads.done(slot, generation, each):
+            if loads.done(slot, generation, each):
                 continue
-            with self._connection.lock:
-                while not self._loads.wait(slot, generation, each, self._connection.fileno()):
-                    self._connection.pull()
+            with connection.lock:
+                while not loads.wait(slot, generation, each, connection.fileno()):
+                    connection.pull()
 
     def close(self) -> None:
         """Say goodbye, and let go of the connection and the mappings. What was not committed is gone. Idempotent."""
@@ -279,13 +306,66 @@ class Member:
     def _mapped(
         self, resource: str, view: Callable[[control.PoolHandle, int], Any], handles: list[control.PoolHandle]
     ) -> list[Any]:
-        with self._connection.lock:
-            if self._connection.closed:
-                self._connection.fileno()  # says why
+        connection = self._connection
+        with connection.lock:
+            connection.pull()  # raises if it is at its end, though nobody has noticed yet
             if resource not in self._pools:
-                fds = self._connection.fds
-                self._pools[resource] = [view(handle, fds[handle.fd_index]) for handle in handles]
+                self._pools[resource] = [view(handle, connection.fds[handle.fd_index]) for handle in handles]
             return self._pools[resource]
+
+    def _reattach(self, hello: control.Hello, timeout_s: float) -> bool:
+        """Join the daemon's next life, as `hello` says; False: the session stands, and nothing is done.
+
+        A session that ended while the daemon lives on is left first, so that its pages are free.
+        """
+        with self._attaching:
+            old = self._connection
+            try:
+                self.ping()
+                return False
+            except ClosedError:
+                raise
+            except SglcacheError as exc:
+                why = exc
+            connection = self._next_life(hello, timeout_s)
+            try:
+                _check_alike(self._welcome, connection.welcome, self.socket)
+                loads = self._load_ring(connection)
+            except BaseException:
+                connection.close()
+                raise
+            with old.lock:
+                if old.closed:  # meanwhile, by another thread
+                    connection.close()
+                    old.check()
+                with contextlib.suppress(SglcacheError):
+                    self._call(control.Bye(old.number(), *self._record()))
+                old.retire(why)
+                self._drop_mappings()
+                self._connection, self._loads = connection, loads
+                self._joined(connection.welcome)
+        return True
+
+    def _next_life(self, hello: control.Hello, timeout_s: float) -> Connection:
+        deadline, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return self._connect(self.socket, hello)
+            except Unavailable as exc:
+                if time.monotonic() + pause > deadline:
+                    raise Unavailable(f"no next life within {timeout_s:g} s: {exc.message}") from None
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_S)
+
+    def _joined(self, welcome: control.Welcome) -> None:
+        """Another connection is ours from now on. With the lock of the one before held."""
+        self._welcome = welcome
+        self.epoch, self.version = welcome.epoch, welcome.version
+        self.geometry = Geometry.from_wire(welcome.geometry)
+        for handle in welcome.companions:
+            companion = self.window if handle.kind == WINDOW else self.mamba
+            assert companion is not None, "it was checked"
+            companion.rebind(handle)
 
     def _record(self) -> tuple[int, int]:
         """An event behind everything written so far; (0, 0) of a member that touches nothing."""
@@ -302,11 +382,15 @@ class Member:
         self._connection.close(why)
         if self._ring is not None:
             self._ring.close()
+        self._drop_mappings()
+
+    def _drop_mappings(self) -> None:
         if self._loads is not None:
             self._loads.close()
         for pools in self._pools.values():
             for pool in pools:
                 pool.close()
+        self._pools = {}
 
     def _in_child(self) -> None:
         """After a fork: the parent has all this, and the thread that may hold the lock isn't here."""
@@ -356,6 +440,28 @@ class Client(Member):
         """Whether there are layers with states here: leases may have some of their own."""
         return any(KINDS[kind].by_end for kind in self.companions)
 
+    def reattach(self, timeout_s: float = 30.0) -> None:
+        """Attach to the daemon's next life, after DaemonRestarted; wait at most so long for it to serve.
+
+        What is new from then on: `epoch`, `token` (workers join again with it, `Worker.reattach`), the session, and the
+        memory of `pool`, `window` and `mamba`. What was: every lease and whatever was begun, which raise what they
+        raised before; take `pool` anew, and acquire anew. The cache has at most what outlived the daemon.
+
+        Where the session ended though the daemon lives (SessionEnded: a worker died, an operator evicted it) it says
+        goodbye to it and attaches likewise, and where nothing is wrong it does nothing, so that of several threads each
+        may call it. Unavailable: nobody serves yet, try again. Changed: the next life serves another model or pools of
+        another form; close this client. Nothing has changed then.
+        """
+        if _seconds("timeout_s", timeout_s) is None:
+            raise BadRequest("timeout_s=None: seconds are needed", argument="timeout_s")
+        self._reattach(self._hello, timeout_s)
+
+    def _joined(self, welcome: control.Welcome) -> None:
+        super()._joined(welcome)
+        self.token = welcome.session
+        self._ticket = self._heard = 0
+        self._unread = {}
+
     # -- a runner's journey -----------------------------------------------------------------------------
 
     def acquire(self, tokens: Tokens, **options: Unpack[AcquireOptions]) -> Lease:
@@ -374,7 +480,7 @@ class Client(Member):
         connection = self._connection
         with connection.lock:
             request = connection.number()
-            pending = Pending(connection, request, partial(Lease, self, packed))
+            pending = Pending(connection, request, partial(Lease, self, connection, packed))
             return connection.begin(control.Acquire(request, packed, **checked), pending)
 
     def extend(self, batch: Iterable[Extension | tuple[Any, ...]]) -> list[SglcacheError | None]:
@@ -395,7 +501,9 @@ class Client(Member):
 
         Of a scheduler it says what had been read of the answers, while its workers record the rest.
         """
-        with self._connection.lock:
+        connection = self._connection
+        with connection.lock:
+            connection.check()
             return self._now()
 
     # -- answers, without waiting -------------------------------------------------------------------------
@@ -555,9 +663,10 @@ class Client(Member):
             floor = _checked({"floor": floor})["floor"]
         ends = self._ends(states)
         _check_event(event)
-        connection = self._connection
+        connection = lease.connection
         with connection.lock:
-            number, generation, seen = event or self._now()
+            connection.check()
+            number, generation, seen = self._moment(event)
             request = connection.number()
             ticket = self._ticket = self._ticket + 1
             return connection.begin(
@@ -566,21 +675,21 @@ class Client(Member):
             )
 
     def send_release(self, lease: Lease, event: Event | None, *, discard: bool) -> Pending[None]:
-        connection = self._connection
+        connection = lease.connection
         with connection.lock:
-            command = self._release(lease, event, discard)
+            command = self._release(connection, lease, event, discard)
             return connection.begin(command, Pending(connection, command.request, _nothing, ticket=command.ticket))
 
     def send_release_unheard(self, lease: Lease, event: Event | None, *, discard: bool) -> None:
         """Nobody asks what came of it."""
-        connection = self._connection
+        connection = lease.connection
         with connection.lock:
-            command = self._release(lease, event, discard)
+            command = self._release(connection, lease, event, discard)
             connection.send(command)
             connection.ignore(command.request)
 
     def send_cancel(self, lease: Lease) -> Pending[None]:
-        connection = self._connection
+        connection = lease.connection
         with connection.lock:
             request = connection.number()
             pending = Pending(connection, request, _nothing, lease.cancelled)
@@ -592,6 +701,12 @@ class Client(Member):
             lease.abort()
 
     # -- inside -----------------------------------------------------------------------------------------
+
+    def _moment(self, event: Event | None) -> Event:
+        if event is None:
+            return self._now()
+        # One that was recorded in an earlier life says what had been read there.
+        return event._replace(seen=min(event.seen, self._read()))
 
     def _now(self) -> Event:
         return Event(*self._record(), self._read())
@@ -616,10 +731,11 @@ class Client(Member):
         lease.hear(answer)
         self._unread[answer.reply] = (pending, lease)
 
-    def _release(self, lease: Lease, event: Event | None, discard: bool) -> control.Release:
+    def _release(self, connection: Connection, lease: Lease, event: Event | None, discard: bool) -> control.Release:
         _check_event(event)
-        number, generation, seen = event or self._now()
-        request = self._connection.number()
+        connection.check()
+        number, generation, seen = self._moment(event)
+        request = connection.number()
         self._ticket += 1
         lease.ended = True
         return control.Release(request, lease.id, self._ticket, seen, discard, number, generation)
@@ -657,11 +773,14 @@ class Client(Member):
 
     def _send_extend(self, batch: list[Extension], finish: Callable[[control.Extended], T]) -> Pending[T]:
         items = []
+        connection = self._connection
         for lease, tokens, reserve, upto, states in batch:
             if not isinstance(lease, Lease) or not lease.is_of(self):
                 raise BadRequest(
                     f"{_shown(lease)} is no lease of this client's, so it can't extend it", argument="batch"
                 )
+            if lease.connection is not connection:  # this client has joined another life in this moment
+                connection = lease.connection
             checked = _checked({"reserve": reserve, "upto": upto}) if reserve != 0 or upto is not None else _NO_ROOM
             spare = self._spare(_checked({"states": states})["states"]) if states != 0 else ()
             items.append(control.Extension(lease.id, pack(tokens), **checked, spare=spare))
@@ -674,7 +793,6 @@ class Client(Member):
                 if isinstance(result, bytes):
                     extension.lease.grow(item.tokens, result, more)
 
-        connection = self._connection
         with connection.lock:
             request = connection.number()
             return connection.begin(control.Extend(request, items), Pending(connection, request, finish, hear))
@@ -704,6 +822,17 @@ class Worker(Member):
         super().__init__(socket, rank, dp_size, hello, ring)
         self.shard = shard
 
+    def reattach(self, token: bytes, timeout_s: float = 30.0) -> None:
+        """As `Client.reattach`, into the session of a scheduler that has attached anew, and has this `token`.
+
+        UnknownSession: that session is none of the life that serves now.
+        """
+        if _seconds("timeout_s", timeout_s) is None:
+            raise BadRequest("timeout_s=None: seconds are needed", argument="timeout_s")
+        hello = msgspec.structs.replace(self._hello, session=token)
+        if self._reattach(hello, timeout_s):
+            self._hello = hello
+
     def record(self, ticket: int | None = None, event: Event | None = None) -> Event:
         """My work for the scheduler's `ticket` is behind `event`, or, without one, behind all that I have enqueued.
 
@@ -712,13 +841,15 @@ class Worker(Member):
         recorded then itself, or pages that its table has lost since may be taken from under the batch that reads them.
         """
         _check_event(event)
+        connection = self._connection
         if ticket is not None and (not isinstance(ticket, int) or not 0 <= ticket < 1 << 63):
             raise BadRequest(f"ticket {_shown(ticket)} is none that a scheduler's command gave", argument="ticket")
-        with self._connection.lock:
+        with connection.lock:
+            connection.check()
             if event is None:
                 event = Event(*self._record())
             if ticket is not None:
-                self._connection.send(control.Recorded(ticket, event.event, event.generation))
+                connection.send(control.Recorded(ticket, event.event, event.generation))
         return event
 
 
@@ -761,6 +892,33 @@ def _check_rank(welcome: control.Welcome, rank: tuple[int, int] | None, dp_size:
         dp_size=welcome.dp_size,
         pp_size=welcome.pp_size,
     )
+
+
+def _check_alike(was: control.Welcome, now: control.Welcome, path: Path) -> None:
+    """Changed: another rank, or pools of another form, than those that the client was made for."""
+    before, after = _form(was), _form(now)
+    differ = [name for name in before if before[name] != after[name]]
+    if differ:
+        told = ", ".join(f"{name} was {before[name]} and is {after[name]}" for name in differ)
+        raise Changed(
+            f"the daemon at {path} serves something else now: {told}; close this client, and set the runner up anew",
+            differ=differ,
+        )
+
+
+def _form(welcome: control.Welcome) -> dict[str, Any]:
+    """All of a life that a runner may have built on; what the host tier is like it can't see."""
+
+    def seen(geometry: control.Geometry | control.StateGeometry) -> dict[str, Any]:
+        return {name: value for name, value in msgspec.structs.asdict(geometry).items() if not name.startswith("host_")}
+
+    companions = [(each.kind, each.window, each.interval, each.layers) for each in welcome.companions]
+    return {
+        "rank": (welcome.dp_rank, welcome.pp_rank, welcome.dp_size, welcome.pp_size),
+        **seen(welcome.geometry),
+        "companions": [(*told, seen(each.geometry)) for told, each in zip(companions, welcome.companions, strict=True)],
+        "pools": [(pool.shard, pool.num_bytes) for pool in welcome.pools],
+    }
 
 
 def _extension(each: object) -> Extension:

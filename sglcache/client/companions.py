@@ -28,6 +28,10 @@ class CompanionPool:
         self.layers = tuple(handle.layers)
         """The model's numbers of the layers, in the pool's order, if the daemon was told; else ()."""
 
+    def rebind(self, handle: control.CompanionHandle) -> None:
+        """Its member's: the next life of the daemon has it there, in the same form."""
+        self._handle = handle
+
 
 class WindowPool(CompanionPool):
     """Layers whose queries see the last `tokens` tokens only."""

@@ -25,6 +25,7 @@ import msgspec
 from sglcache.errors import (
     BadRequest,
     ClosedError,
+    DaemonRestarted,
     Forbidden,
     ProtocolError,
     SglcacheError,
@@ -133,7 +134,8 @@ class Connection:
     """Attached from construction to `close`, or to the fork in the child.
 
     Errors of construction: Unavailable (no daemon, or none that answers), and what the daemon refuses with. Later:
-    what the daemon answers, Unavailable once the connection is at its end, ClosedError once this side closed it.
+    what the daemon answers, DaemonRestarted once the connection is at its end, which it is not before the daemon's life
+    is, ClosedError once this side closed it.
     """
 
     def __init__(self, path: Path, hello: control.Hello, fds: Sequence[int]) -> None:
@@ -242,6 +244,24 @@ class Connection:
         """Readable when `pull` would find something."""
         self._check()
         return self._sock.fileno()
+
+    def check(self) -> None:
+        """Raise why no more can be said on it, if that is known."""
+        if self._closed is not None or self._error is not None:
+            self._check()
+
+    @property
+    def broken(self) -> bool:
+        """It came to its end, and not because this side closed it."""
+        return self._error is not None
+
+    def retire(self, error: SglcacheError) -> None:
+        """Another takes its place: from now on whatever is asked of it raises why, at first `error`. With the lock
+        held."""
+        if self._error is None:
+            self._error = error
+        self._sock.close()
+        _close_all(self.fds)
 
     def close(self, why: str = "this client is closed") -> None:
         """Close this process's end; `why` is what ClosedError says from now on. Idempotent."""
@@ -424,7 +444,12 @@ class Connection:
                     self._rest += data
             except OSError:
                 pass
-            self._error = Unavailable(f"the daemon at {self.path} went away" + (f": {exc}" if exc else ""))
+            self._error = DaemonRestarted(
+                f"the daemon at {self.path} went away{f' ({exc})' if exc else ''}: its life "
+                f"{self.welcome.epoch} is over, and so are the leases of it; reattach() joins its next one",
+                epoch=self.welcome.epoch,
+                socket=str(self.path),
+            )
             rest = self._rest
             while len(rest) >= HEADER and len(rest) >= (stop := HEADER + int.from_bytes(rest[:HEADER], "big")):
                 with contextlib.suppress(msgspec.DecodeError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.client.connection import Pending
+from sglcache.client.connection import Connection, Pending
 from sglcache.client.shares import Shares, StateShare, WindowShare
 from sglcache.errors import BadRequest, Forbidden
 from sglcache.wire import control
@@ -29,7 +29,9 @@ class Committed(NamedTuple):
 class Lease:
     """Made by `Client.acquire`. As a context manager it is aborted on an exception and released otherwise.
 
-    Thread-safe as its client is. Ended, it takes no command but another release or abort, which do nothing.
+    Thread-safe as its client is. Ended, it takes no command but another release or abort, which do nothing. When the
+    daemon's life is over, or the session, it stays dead, whatever its client attaches to next: every verb raises
+    DaemonRestarted (or SessionEnded) and sends nothing, and so does `slots`, whose numbers name no page any more.
 
     Of a scheduler with workers, what waits for events (commit, release, abort, `with`) is Forbidden: the workers must
     record a ticket first, so the scheduler begins these things, hands out the ticket, and waits later.
@@ -37,6 +39,7 @@ class Lease:
 
     __slots__ = (
         "_client",
+        "_connection",
         "_parts",
         "_shares",
         "_table",
@@ -49,8 +52,9 @@ class Lease:
         "reaches",
     )
 
-    def __init__(self, client: Client, tokens: bytes, granted: control.Granted) -> None:
+    def __init__(self, client: Client, connection: Connection, tokens: bytes, granted: control.Granted) -> None:
         self._client = client
+        self._connection = connection  # the session that it is of, which another may have followed
         self._parts = [tokens]
         self._table = granted.slots
         self._view: tuple[bytes, npt.NDArray[np.int32]] | None = None  # the table that was shown, and how
@@ -74,6 +78,8 @@ class Lease:
 
         With `room` it may end before the tokens do: what lies beyond has no page yet.
         """
+        if self._connection.broken:
+            self._connection.check()
         table, view = self._table, self._view
         if view is None or view[0] is not table:
             # A copy: torch warns of arrays that can't be written.
@@ -83,12 +89,12 @@ class Lease:
     @property
     def window(self) -> WindowShare | None:
         """The lease's pages of the window; None: the daemon keeps none. The same object at all times."""
-        return None if self._shares is None else cast("WindowShare | None", self._shares.of.get("window"))
+        return None if self._shares is None else cast("WindowShare | None", self._share("window"))
 
     @property
     def mamba(self) -> StateShare | None:
         """The lease's states; None: the daemon keeps none. The same object at all times."""
-        return None if self._shares is None else cast("StateShare | None", self._shares.of.get("mamba"))
+        return None if self._shares is None else cast("StateShare | None", self._share("mamba"))
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
@@ -115,6 +121,7 @@ class Lease:
         TransferError: the load failed; abort the lease and acquire anew.
         """
         if self.load is not None:
+            self._connection.check()
             self._client.wait_loaded(self.load, layer)
 
     def extend(self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None, states: int = 0) -> None:
@@ -215,6 +222,14 @@ class Lease:
         else:
             self._client.abandon(self)
 
+    # -- for its client -------------------------------------------------------------------------------------
+
+    @property
+    def connection(self) -> Connection:
+        """On which alone commands of this lease may go. Raises why none can, if that is known."""
+        self._connection.check()
+        return self._connection
+
     # -- inside -----------------------------------------------------------------------------------------------
 
     def _end(self, verb: str, wait: bool, event: Event | None, discard: bool) -> None:
@@ -225,6 +240,12 @@ class Lease:
             self._client.send_release(self, event, discard=discard).wait()
         else:
             self._client.send_release_unheard(self, event, discard=discard)
+
+    def _share(self, kind: str) -> WindowShare | StateShare | None:
+        assert self._shares is not None
+        if self._connection.broken:
+            self._connection.check()
+        return self._shares.of.get(kind)
 
     def _must_not_wait(self, verb: str, what: str | None = None) -> None:
         """A scheduler that waits for an event before its workers know the ticket waits for ever."""
