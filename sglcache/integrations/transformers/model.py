@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from sglcache.client import Worker
 from sglcache.errors import ConfigError
 from sglcache.integrations.transformers.geometry import check_geometry, layers_of, state_modules
 
 if TYPE_CHECKING:
-    from sglcache.client import Client, Worker
+    from sglcache.client import Client
 
 IMPLEMENTATION = "sglcache_paged"
 """Our name among transformers' attention implementations. It has no mask function, so models make no mask."""
@@ -83,6 +84,10 @@ class Executor(Protocol):
         """Every step so far is behind these tickets of the session: let its workers say so."""
         ...
 
+    def reattach(self, token: bytes, timeout_s: float) -> None:
+        """The scheduler, or runner, has attached anew, with this token: go on with the pages of that session."""
+        ...
+
 
 class PagedModel:
     """A causal language model of transformers over one shard's pages. One thread at a time."""
@@ -100,20 +105,11 @@ class PagedModel:
             raise ConfigError(f"{type(model).__name__} attends in a way of its own; only torch's attention reads pages")
         if set(modules) != set(numbers.mamba):
             raise ConfigError(f"{type(model).__name__} has states in other layers than its configuration says")
-        self._pools: list[PagedLayers] = []
-        if numbers.full:
-            pool, rank = member.pool, member.geometry.kv_lora_rank
-            k: Sequence[Tensor] = [kv[..., :rank] for kv in pool.kv] if rank else pool.k
-            # What a model of latents calls K is the latent, and its V the rotated key behind it.
-            v: Sequence[Tensor] = [kv[..., rank:] for kv in pool.kv] if rank else pool.v
-            self._pools.append(PagedLayers(k, v, numbers.full))
-        if numbers.window:
-            assert member.window is not None, "it was checked"
-            self._pools.append(PagedLayers(member.window.k, member.window.v, numbers.window, member.window.tokens))
-        self._states: StateLayers | None = None
+        self.member = member
+        self._numbers = numbers
+        self._pools, self._states = self._mapped()
         if numbers.mamba:
-            assert member.mamba is not None, "it was checked"
-            self._states = StateLayers(member.mamba.states, numbers.mamba)
+            assert self._states is not None
             first = numbers.mamba[0]
             one = StateLayers({name: planes[:1] for name, planes in self._states.planes.items()}, (first,))
             check_continues(modules[first], one, text.hidden_size, model.dtype)
@@ -125,8 +121,32 @@ class PagedModel:
         for module in modules.values():
             module.forward = _by_request(module.forward)
         self.model = model.eval()
-        self.member = member
         self.vocab_size = int(text.vocab_size)
+
+    def _mapped(self) -> tuple[list[PagedLayers], StateLayers | None]:
+        """The pages, and the states, as the member has them now."""
+        member, numbers = self.member, self._numbers
+        pools: list[PagedLayers] = []
+        states = None
+        if numbers.full:
+            pool, rank = member.pool, member.geometry.kv_lora_rank
+            k: Sequence[Tensor] = [kv[..., :rank] for kv in pool.kv] if rank else pool.k
+            # What a model of latents calls K is the latent, and its V the rotated key behind it.
+            v: Sequence[Tensor] = [kv[..., rank:] for kv in pool.kv] if rank else pool.v
+            pools.append(PagedLayers(k, v, numbers.full))
+        if numbers.window:
+            assert member.window is not None, "it was checked"
+            pools.append(PagedLayers(member.window.k, member.window.v, numbers.window, member.window.tokens))
+        if numbers.mamba:
+            assert member.mamba is not None, "it was checked"
+            states = StateLayers(member.mamba.states, numbers.mamba)
+        return pools, states
+
+    def reattach(self, token: bytes, timeout_s: float) -> None:
+        """As `Executor.reattach`; where the member is the runner itself, it has attached already."""
+        if isinstance(self.member, Worker):
+            self.member.reattach(token, timeout_s)
+        self._pools, self._states = self._mapped()
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Tensor:

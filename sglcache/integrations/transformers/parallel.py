@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from sglcache.client import Worker
-from sglcache.errors import ConfigError, SglcacheError, Unavailable
+from sglcache.errors import ConfigError, DaemonRestarted, SglcacheError, Unavailable
 from sglcache.integrations.transformers.model import PagedModel, Part
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ class _Run(msgspec.Struct, tag="run"):
 
 class _Record(msgspec.Struct, tag="record"):
     tickets: list[int]
+
+
+class _Reattach(msgspec.Struct, tag="reattach"):
+    token: bytes
+    timeout_s: float
 
 
 class _Ready(msgspec.Struct, tag="ready"):
@@ -61,7 +66,7 @@ class _Failed(msgspec.Struct, tag="failed"):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_worker = msgspec.msgpack.Decoder(_Run | _Record).decode
+_to_worker = msgspec.msgpack.Decoder(_Run | _Record | _Reattach).decode
 _from_worker = msgspec.msgpack.Decoder(_Ready | _Failed).decode
 
 
@@ -111,6 +116,10 @@ class ShardedModel:
         if tickets:
             self._tell(_Record(list(tickets)))
 
+    def reattach(self, token: bytes, timeout_s: float) -> None:
+        self._tell(_Reattach(token, timeout_s))
+        self._hear()
+
     def close(self) -> None:
         """End the workers. Idempotent."""
         for pipe in self._pipes:
@@ -130,7 +139,7 @@ class ShardedModel:
     ) -> None:
         self.close()
 
-    def _tell(self, message: _Run | _Record) -> None:
+    def _tell(self, message: _Run | _Record | _Reattach) -> None:
         payload = _encode(message)
         for shard, pipe in enumerate(self._pipes):
             try:
@@ -180,9 +189,12 @@ def _work(
                     message = _to_worker(pipe.recv_bytes())
                     if isinstance(message, _Run):
                         pipe.send_bytes(_encode(_compute(paged, message.parts, tell=shard == 0)))
-                        continue
-                    for ticket in message.tickets:
-                        member.record(ticket)
+                    elif isinstance(message, _Reattach):
+                        pipe.send_bytes(_encode(_join(paged, message)))
+                    else:
+                        with contextlib.suppress(DaemonRestarted):  # the scheduler meets it, too, and says what next
+                            for ticket in message.tickets:
+                                member.record(ticket)
         except SglcacheError as exc:
             pipe.send_bytes(_encode(_Failed(exc.code, exc.message, exc.facts)))
         finally:
@@ -192,9 +204,17 @@ def _work(
 def _compute(paged: PagedModel, parts: Sequence[Part], tell: bool) -> _Ready | _Failed:
     try:
         logits = paged.run(parts)
-    except SglcacheError as exc:  # a load that fails does so for every shard, and before they meet
+    except SglcacheError as exc:  # a load that fails, or a daemon that dies, does so for every shard before they meet
         return _Failed(exc.code, exc.message, exc.facts)
     return _Ready(len(logits), logits.float().numpy().tobytes()) if tell else _Ready()
+
+
+def _join(paged: PagedModel, message: _Reattach) -> _Ready | _Failed:
+    try:
+        paged.reattach(message.token, message.timeout_s)
+    except SglcacheError as exc:
+        return _Failed(exc.code, exc.message, exc.facts)
+    return _Ready()
 
 
 WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sglcache.core.key import Namespace, pack
-from sglcache.errors import BadRequest, NoSpace, TransferError
+from sglcache.errors import BadRequest, DaemonRestarted, NoSpace, TransferError
 from sglcache.integrations.transformers.model import Executor, Part, StatePart, WindowPart
 
 if TYPE_CHECKING:
@@ -94,12 +95,16 @@ class Runner:
     Where layers keep states, they are committed at multiples of the daemon's interval, where the match of full
     attention alone would have ended (others branch off there), at the last whole page of the prompt but its last token,
     and of the answer. Chunks end there. A state for which there is no slot is left out.
+
+    When the daemon's life ends, it joins the next one and computes again what is lost, from the tokens that there are
+    by then: the words are the same.
     """
 
     client: Client
     executor: Executor
     step_tokens: int = 512
     max_running: int = 16
+    reattach_s: float = 60.0  # how long the daemon's next life is waited for
     num_steps: int = field(default=0, init=False)
     _waiting: deque[Request] = field(default_factory=deque, init=False)
     _running: list[Request] = field(default_factory=list, init=False)
@@ -171,8 +176,16 @@ class Runner:
         """One forward pass; the requests that it finished.
 
         NoSpace: nothing else runs and others hold what the next request needs; it stays queued (`give_up`).
+        Unavailable: the daemon is gone, and no life of it came within `reattach_s`; all are queued, and another step
+        tries again.
         """
-        self.settle()
+        try:
+            return self._step()
+        except DaemonRestarted:
+            return self._attach_anew()
+
+    def _step(self) -> list[Request]:
+        self._settle()
         self._admit()
         work = self._choose()
         if not work:
@@ -205,6 +218,12 @@ class Runner:
 
     def settle(self) -> None:
         """Hear what became of the commits: page tables name the canonical pages from then on."""
+        try:
+            self._settle()
+        except DaemonRestarted:
+            self._attach_anew()
+
+    def _settle(self) -> None:
         begun, self._begun = self._begun, []
         for pending, request in begun:
             committed = pending.wait()
@@ -214,12 +233,14 @@ class Runner:
 
     def close(self) -> None:
         """Drop what is waiting and running; what was committed stays cached."""
-        self.settle()
-        for request in self._running:
-            if request.lease is not None:
-                self._release(request)
-        self._record()
-        self.settle()
+        with contextlib.suppress(DaemonRestarted):  # then there is nothing to give back
+            self._settle()
+            for request in self._running:
+                if request.lease is not None:
+                    self._release(request)
+            self._record()
+            self._settle()
+        self._begun.clear()
         self._running.clear()
         self._waiting.clear()
 
@@ -302,7 +323,7 @@ class Runner:
                     raise
                 if youngest is request:
                     return False
-                self.settle()
+                self._settle()
         return True
 
     def _give_back_duplicates(self) -> bool:
@@ -312,7 +333,7 @@ class Runner:
             assert request.lease is not None
             self._begun.append(_Begun(request.lease.commit_begin(request.committed), request))
         self._record()
-        self.settle()
+        self._settle()
         return bool(held)
 
     def _state_slots(self, request: Request, end: int) -> tuple[int | None, int | None]:
@@ -401,6 +422,22 @@ class Runner:
         """Have the workers, if there are any, record what was begun."""
         tickets = [begun.pending.ticket for begun in self._begun]
         self.executor.record([ticket for ticket in tickets if ticket is not None])
+
+    def _attach_anew(self) -> list[Request]:
+        """The daemon's life is over, and all leases with it: start over in its next one, ahead of who waits.
+
+        Those that have their last token need nothing more: the cache lacks their end, and that is all.
+        """
+        finished = [request for request in self._running if request.done]
+        self._waiting.extendleft(request for request in reversed(self._running) if not request.done)
+        for request in self._running:
+            request.lease = None
+        self._running, self._crowded = [], False
+        self._begun.clear()
+        if self._waiting and not finished:  # else whoever needs the cache next meets it again
+            self.client.reattach(self.reattach_s)
+            self.executor.reattach(self.client.token, self.reattach_s)
+        return finished
 
     def _acquire_anew(self) -> None:
         """A load from the host failed, of one of those that were waited for.
