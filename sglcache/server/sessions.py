@@ -150,6 +150,11 @@ class Member(Connection):
         return f"{self.role}{shard} {self.name!r} (pid {self.pid})"
 
     @property
+    def cut_off(self) -> str:
+        """Why its session ends where nothing is known but that its socket is at its end."""
+        return f"the connection of its {self.who} ended"
+
+    @property
     def alive(self) -> bool | None:
         """Whether its process lives; None: nobody watches it any more, as nothing depends on it."""
         if self.pidfd < 0:
@@ -669,7 +674,7 @@ class Sessions:
         if session is not None:
             if session.scheduler is member:
                 session.scheduler = None
-            self.end(session, f"the connection of its {member.who} ended")
+            self.end(session, member.cut_off)
         if member.gone or not member.touches:
             self.drop(member)
         elif session is not None:
@@ -693,7 +698,10 @@ class Sessions:
         self.num_deaths += 1
         logger.info("%r died", member)
         assert member.session is not None
-        self.end(member.session, f"its {member.who} died")
+        why, session = f"its {member.who} died", member.session
+        if session.why == member.cut_off and (known := self.owner.index.sessions.get(session.id)) is not None:
+            session.why = known.why = why  # its socket's end was heard of first
+        self.end(session, why)
         if member.touches:
             self._dying[member.id] = (member.pid, now)
             self.shard_gone(member)

@@ -17,51 +17,6 @@ from sglcache.testing.daemon import Daemon, Served, until
 SMALL = {"kind": "file", "prefetch_threshold": 4, "prefetch_policy": "wait_complete"}
 ONE = range(1, 65)  # 16 pages
 
-# Planted into a rank: reads, or writes, of the folder's pages wait for as long as the file {mark} is there.
-HELD = """
-import os, time
-from sglcache.storage import disk
-def gate(real):
-    def held(self, path, parts):
-        open({mark!r} + ".began", "a").close()
-        while os.path.exists({mark!r}):
-            time.sleep(0.002)
-        return real(self, path, parts)
-    return held
-disk.Disk.{call} = gate(disk.Disk.{call})
-"""
-
-
-class Gate:
-    """Holds a rank's reads or writes of pages while it is shut."""
-
-    def __init__(self, mark: Path, call: str = "read") -> None:
-        """`call`: read or write."""
-        self._mark = mark
-        self.prelude = HELD.format(mark=str(mark), call=call)
-
-    def shut(self) -> None:
-        self._mark.touch()
-
-    def open(self) -> None:
-        self._mark.unlink(missing_ok=True)
-
-    def wait(self) -> None:
-        """Until something is held, which is let on no longer."""
-        began = Path(f"{self._mark}.began")
-        until(began.exists)
-        began.unlink()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Shut for so long."""
-        Path(f"{self._mark}.began").unlink(missing_ok=True)
-        self.shut()
-        try:
-            yield
-        finally:
-            self.open()
-
 
 def daemon_over(folder: Path, name: str = "daemon", **sections: Any) -> Daemon:
     storage = {**SMALL, "path": str(folder / "l3"), **sections.pop("storage", {})}

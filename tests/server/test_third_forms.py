@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from below import (
     ONE,
-    Gate,
     byte_of,
     check,
     daemon_over,
@@ -31,6 +30,7 @@ from sglcache.client import Client, Worker
 from sglcache.client.verify import verify
 from sglcache.errors import Busy
 from sglcache.testing import copies
+from sglcache.testing.copies import Gate
 from sglcache.testing.daemon import Daemon, until
 
 OTHERS = [range(10_000 * n, 10_000 * n + 128) for n in range(1, 9)]  # 32 pages each

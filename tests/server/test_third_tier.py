@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from below import ONE, Gate, check, daemon_over, drop, files, forget, idle, put, right, stored, third_of, write
+from below import ONE, check, daemon_over, drop, files, forget, idle, put, right, stored, third_of, write
 
 from sglcache.errors import BadRequest, Busy, SessionEnded, StorageError
+from sglcache.testing.copies import Gate
 from sglcache.testing.daemon import Daemon, Puppet, until
 
 LONG = 60.0
