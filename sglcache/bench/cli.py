@@ -266,6 +266,33 @@ def stall(nodes: int, page_size: int, tiers: int, events: bool, policy: str, rep
 
 
 @bench.command()
+@click.option("--samples", type=positive, default=200, show_default=True, help="Runners that are killed, one by one.")
+@click.option("--leases", type=positive, default=8, show_default=True, help="Of each.")
+@click.option("--lease-tokens", type=positive, default=2048, show_default=True)
+@page_size_option
+@events_option
+@json_option
+def death(samples: int, leases: int, lease_tokens: int, page_size: int, events: bool, as_json: bool) -> int:
+    """From kill -9 of a runner that holds leases until all its pages are free again."""
+    from sglcache.bench import death as benchmark
+
+    row = benchmark.run(benchmark.Options(samples, leases, lease_tokens, page_size, events))
+    if as_json:
+        return _show("death", row, as_json)
+    click.echo(f"{'ms':<22}{'p50':>9}{'p99':>9}{'max':>9}")
+    for field, text in (
+        ("dead_ms", "dead, seen from here"),
+        ("heard_ms", "told to the rank"),
+        ("freed_ms", "told, to free"),
+        ("total_ms", "killed, to free"),
+    ):
+        click.echo(f"{text:<22}" + "".join(f"{row[field][name]:>9.3f}" for name in ("p50", "p99", "max")))
+    click.echo(_line({key: value for key, value in row.items() if not key.endswith("_ms")}))
+    click.secho(_line(harness.facts()), dim=True)
+    return 0
+
+
+@bench.command()
 @click.option("--pool-gib", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--repeats", type=positive, default=7, show_default=True)
 @click.option(

@@ -12,7 +12,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from sglcache.bench import copy, estimate, events, hybrid, index, match, memory, rpc, stall, start, storage, tiers
+from sglcache.bench import (
+    copy,
+    death,
+    estimate,
+    events,
+    hybrid,
+    index,
+    match,
+    memory,
+    rpc,
+    stall,
+    start,
+    storage,
+    tiers,
+)
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 from sglcache.errors import ConfigError, NoSpace
@@ -259,6 +273,13 @@ def test_rpc_measures_a_real_daemon() -> None:
     assert row["frame_bytes"][1] > 64 // 16 * 4
     assert row["ratio"] > 0
     assert row["busy_echo_p50_us"] > row["index_acquire_us"] > 0
+
+
+def test_death_measures_real_deaths_and_finds_every_page_free() -> None:
+    row = death.run(death.Options(samples=3, leases=2, lease_tokens=64))
+    assert (row["pages"], row["total_ms"]["samples"]) == (8, 3)
+    assert 0 < row["freed_ms"]["p50"] <= row["total_ms"]["p50"] <= row["total_ms"]["max"]
+    assert row["heard_ms"]["p50"] < row["total_ms"]["max"]
 
 
 def test_start_measures_real_starts() -> None:
