@@ -67,19 +67,23 @@ class Facts:
     """What is kept of a node behind its cells, and at which place of that list; 0: no policy asks for it.
 
     kids[c]     children that have cell c
+    tenants[c]  with tenants, whose the pages of cell c are: see `shares`, which keeps some more places beside it
     hits        requests that had the node in what they committed, or in what they matched if they committed nothing
     priority    the highest that any of these had
     depth       tokens from the root to the node's end
     history     the deepest end that there ever was on this branch since the node came: it does not shrink with it
     """
 
-    __slots__ = ("blank", "by_use", "depth", "history", "hits", "kids", "kinds", "priority")
+    __slots__ = ("blank", "by_use", "depth", "history", "hits", "kids", "kinds", "links", "priority", "tenants")
 
-    def __init__(self, policies: Sequence[Policy], count: int, hits: bool = False) -> None:
+    def __init__(self, policies: Sequence[Policy], count: int, hits: bool = False, tenants: bool = False) -> None:
         """`policies`: of the first of `count` cells; the others have none."""
         names = {policy.name for policy in policies}
         self.blank: list[Any] = [None] * count + [0] * count + [None] * (2 * count)  # the cells of a new node
-        self.kids = [0 if policy.name == "lru" else self._place(0) for policy in policies]
+        self.kids = [self._place(0) if tenants or policy.name != "lru" else 0 for policy in policies]
+        self.tenants = [self._place(0) if tenants else 0 for _ in policies]
+        # With tenants, of each cell: children of the same tenant, the first child, the neighbours among the children.
+        self.links = [(self._place(0), *(self._place(None) for _ in range(3))) for _ in policies if tenants]
         self.hits = self._place(0) if hits or names & {"lfu", "slru"} else 0
         self.priority = self._place(LOWEST) if "priority" in names else 0
         self.depth = self._place(0) if "tlru" in names else 0
@@ -87,7 +91,7 @@ class Facts:
         self.kinds = [place for place in (self.hits, self.priority, self.history) if place]
         self.by_use = bool(self.hits or self.priority)  # whether `used` has anything to note
 
-    def _place(self, value: int) -> int:
+    def _place(self, value: int | None) -> int:
         self.blank.append(value)
         return len(self.blank) - 1
 
@@ -420,6 +424,8 @@ class Ranked:
     def _fifo(self, node: Node) -> Key:
         return 0, node.cells[self.time]
 
+    _lru = _fifo  # of last accesses: where there are tenants
+
     def _mru(self, node: Node) -> Key:
         return 0, -node.cells[self.time]
 
@@ -597,11 +603,22 @@ class Ranked:
             found.append(f"eviction heap: {self.queued} entries counted, {live} are there, {queued} nodes have one")
 
 
-def orders(policies: Sequence[Policy], pools: Sequence[SlotPool], facts: Facts, end: Callable[[], Node]) -> list[Order]:
-    """One for each pool's cell, the first by these policies, of companions `Places`. `end`: makes nodes of no tree."""
+def orders(
+    policies: Sequence[Policy],
+    pools: Sequence[SlotPool],
+    facts: Facts,
+    end: Callable[[], Node],
+    shared: Callable[[Policy, int, int, SlotPool, Facts], Order] | None = None,
+) -> list[Order]:
+    """One for each pool's cell, the first by these policies, of companions `Places`. `end`: makes nodes of no tree;
+    `shared`: orders of cells that tenants share."""
     count = len(pools)
-    made: list[Order] = [
-        Recency(c, count, pools[c], end()) if policy.name == "lru" else Ranked(policy, c, count, pools[c], facts)
-        for c, policy in enumerate(policies)
-    ]
+    made: list[Order] = []
+    for c, policy in enumerate(policies):
+        if shared is not None:
+            made.append(shared(policy, c, count, pools[c], facts))
+        elif policy.name == "lru":
+            made.append(Recency(c, count, pools[c], end()))
+        else:
+            made.append(Ranked(policy, c, count, pools[c], facts))
     return made + [Places(c, count, pools[c], end()) for c in range(len(policies), count)]

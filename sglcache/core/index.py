@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,8 +41,10 @@ from sglcache.core.key import ROOT, TOKEN_BYTES, Keys, Namespace
 from sglcache.core.l3 import FOR_EVER, L3, L3Config, Waiter
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
 from sglcache.core.resources import Companion, Full, Resource
+from sglcache.core.shares import Shared
 from sglcache.core.slots import SLOT_BYTES, SlotPool
 from sglcache.core.snapshot import Snapshot
+from sglcache.core.tenants import NO_COPIES, NOBODY, Copied, Limits, Tally, Tenants, TenantStats
 from sglcache.core.tiering import WRITE_THROUGH, Backups, WritePolicy
 from sglcache.core.tree import Node, Space, Tree
 from sglcache.errors import (
@@ -87,6 +89,7 @@ class IndexConfig:
     l3: L3Config | None = None  # below the host; it needs one, and no companions
     companions: tuple[Companion, ...] = ()  # resources beside Full
     journal: bool = False  # tell a journal of the host tier
+    tenants: Mapping[str, Limits] | None = None  # by name; None: there are none, and nobody's name matters
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -125,6 +128,7 @@ class IndexStats(NamedTuple):
     num_copies: int
     pinned_pages: int
     counters: dict[str, int]
+    tenants: Sequence[TenantStats] = ()
 
 
 class DumpedNode(NamedTuple):
@@ -165,6 +169,25 @@ class _Waiting:
     total: int = 0  # an acquire's: pages of its table
     spare: Sequence[int] = ()
     more: Sequence[int] = ()  # slots of each companion, as `num_fresh`
+
+    @property
+    def wants(self) -> list[tuple[int, int]]:
+        """`num_fresh`, by (tenant, pages), in the order in which they are taken."""
+        if self.lease is not None:
+            return [(self.lease.tenant, self.num_fresh)]
+        return _wants(self.growths) or [(0, 0)]
+
+
+def _wants(growths: Sequence[_Growth | SglcacheError]) -> list[tuple[int, int]]:
+    """By (tenant, pages), in order."""
+    found: list[tuple[int, int]] = []
+    for growth in growths:
+        if isinstance(growth, _Growth):
+            tenant, num_pages = growth.lease.tenant, growth.num_fresh
+            if found and found[-1][0] == tenant:
+                num_pages += found.pop()[1]
+            found.append((tenant, num_pages))
+    return found
 
 
 # What a page that leaves a tier is counted as: to make room, and the other tier does not have it; to make room, and the
@@ -228,8 +251,12 @@ class Index:
             self.pools += Companions.pools(config.companions, num_tiers)
             self.resources += [each.resource for each in config.companions for _ in range(num_tiers)]
             self.counters |= dict.fromkeys(Companions.counters(config.companions), 0)
-        self.tree = Tree(self.keys, list(self.resources), self.pools, policies, hits=write_policy.selective)
+        shared = None if config.tenants is None else Shared
+        self.tree = Tree(
+            self.keys, list(self.resources), self.pools, policies, hits=write_policy.selective, shared=shared
+        )
         self.orders = self.tree.orders
+        self.tenants: Tenants | None = None if config.tenants is None else Tenants(self, config.tenants)
         self._by_use = self.tree.facts.by_use
         self.telling = config.events
         self.journal: list[journal.Entry] | None = [] if config.journal and num_tiers > HOST else None
@@ -352,6 +379,7 @@ class Index:
         priority: int = 0,
         fetch: float | None = None,
         spare: Sequence[int] = (),
+        tenant: str | None = None,
     ) -> Grant | None:
         """Match, pin, evict, allocate: one command (law 7).
 
@@ -371,8 +399,13 @@ class Index:
 
         `spare`: of each companion that is by end, how many slots of its own it gets; of one by page it gets one for
         each page behind the match. It gets what it needs of all resources, or nothing.
+
+        `tenant` is charged with the pages; None, or a name that is not configured: `tenants.DEFAULT`. `NoSpace` too if
+        its ceiling, or the floors of others, leave too little.
         """
         s = self._session(session)
+        tenants = self.tenants
+        number = 0 if tenants is None else tenants.number(tenant)
         companions = self.companions
         if companions is not None:
             companions.check_spare(spare)
@@ -441,9 +474,10 @@ class Index:
                     room=room,
                     session_id=session_id,
                     priority=priority,
+                    tenant=tenant,
                 )
                 again = functools.partial(self._acquire_again, acquire, matched_bytes // TOKEN_BYTES)
-                self._fetch_rest(namespace, *rest, Waiter(s, request, fetch, again))
+                self._fetch_rest(namespace, *rest, Waiter(s, request, fetch, again), number)
                 return None
         if (
             matched_bytes != device_bytes
@@ -466,6 +500,8 @@ class Index:
         total = -(-have // page_bytes)
         num_fresh = total - device_bytes // page_bytes
         crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
+        if tenants is not None and num_fresh:
+            crowded = crowded or tenants.over(DEVICE, number, num_fresh)
         needs: Sequence[Need] = ()
         more: Sequence[int] = ()
         if companions is not None:
@@ -483,7 +519,7 @@ class Index:
             more = [need.num_slots for need in needs]
             crowded = crowded or companions.crowded(more) or (any(more) and bool(self._waiting))
         if crowded:
-            self._refuse(num_fresh, path, partial, at)
+            self._refuse(num_fresh, path, partial, at, number)
             for i, need in enumerate(needs) if needs else ():
                 self._refuse_slots(i, need)
         head = None
@@ -496,7 +532,7 @@ class Index:
             there, short, cut, wanted = rest
             if head is not None:
                 there, short = path.copy(), None
-            self._fetch_rest(namespace, there, short, cut, wanted, None)
+            self._fetch_rest(namespace, there, short, cut, wanted, None, number)
         counters = self.counters
         counters["requests"] += 1
         counters["request_tokens"] += length // TOKEN_BYTES
@@ -509,6 +545,8 @@ class Index:
             lease.session_id = session_id
         if priority:
             lease.priority = priority
+        if number:
+            lease.tenant = number
         s.leases[lease.id] = self.leases[lease.id] = lease
         if path:
             if on_device:
@@ -521,7 +559,7 @@ class Index:
         if agreement is not None:
             assert companions is not None
             path = companions.open(lease, path, agreement)
-        if crowded and (self._waiting or not self._make_room(num_fresh, more)):
+        if crowded and (self._waiting or not self._make_room([(number, num_fresh)], more)):
             lease.waiting = True
             last = path[-1] if path else None
             over = self.backups.num_over
@@ -555,11 +593,15 @@ class Index:
         need = 0
         more: list[int] = [] if self.companions is None else [0] * len(self.companions.kinds)
         room = copying = None  # looked up where they matter: pages to be had now, and when copies of ours end
+        tally = None if self.tenants is None else self._tally()
+        copied: list[Copied] = []
         for item in items:
             slots: list[int] = []
             try:
                 lease, num_fresh = self._growth(s, item, growths)
-                if num_fresh and (need + num_fresh > pool.free or self._waiting):
+                if tally is not None:
+                    self._refuse_tenant(num_fresh, (), None, 0, lease.tenant, tally, copied)
+                elif num_fresh and (need + num_fresh > pool.free or self._waiting):
                     if room is None:
                         room = self._room((), None, 0)
                     if need + num_fresh > room and copying is None:
@@ -575,12 +617,17 @@ class Index:
                 continue
             lease.extending = True
             need += num_fresh
+            if tally is not None:
+                tally.add(lease.tenant, num_fresh)
             more = [one + other for one, other in zip(more, slots, strict=True)]
             growths.append(_Growth(lease, item.tokens, num_fresh, item.spare, slots))
         crowded = need > pool.free or (need > 0 and bool(self._waiting))
+        wants = [(0, need)] if self.tenants is None else _wants(growths)
+        if self.tenants is not None:
+            crowded = crowded or self.tenants.crowded(wants)
         if self.companions is not None:
             crowded = crowded or self.companions.crowded(more) or (any(more) and bool(self._waiting))
-        if crowded and (self._waiting or not self._make_room(need, more)):
+        if crowded and (self._waiting or not self._make_room(wants, more)):
             self._waiting.append(_Waiting(request, s, need, self.backups.num_over, growths=growths, more=more))
             return None
         return self._extended(growths)
@@ -675,7 +722,13 @@ class Index:
         return True
 
     def prefetch(
-        self, session: SessionId, request: int, tokens: bytes, namespace: Namespace = ROOT, until: float = FOR_EVER
+        self,
+        session: SessionId,
+        request: int,
+        tokens: bytes,
+        namespace: Namespace = ROOT,
+        until: float = FOR_EVER,
+        tenant: str | None = None,
     ) -> Prefetched | None:
         """Bring to the host what L3 has of `tokens` behind what is cached. None: it is looked for; then `Wake`, when it
         is there, or will not be, or at `until`, on the caller's clock (0: at once, here): what is under way goes on."""
@@ -697,7 +750,8 @@ class Index:
             return Prefetched(has // TOKEN_BYTES, min(came * self.config.page_size, max(0, has - had) // TOKEN_BYTES))
 
         waiter = Waiter(s, request, until, tell) if until > 0 else None
-        self._fetch_rest(namespace, path, partial, at, rest, waiter)
+        number = 0 if self.tenants is None else self.tenants.number(tenant)
+        self._fetch_rest(namespace, path, partial, at, rest, waiter, number)
         self.l3.prefetches[-1].kept = True
         return None if waiter is not None else Prefetched(had // TOKEN_BYTES, 0)
 
@@ -909,6 +963,8 @@ class Index:
         elif self._telling_again is not None:
             if next(self._telling_again, self) is self:
                 self._telling_again = None
+        elif self.tenants is not None and self.tenants.trimming:
+            self.tenants.trim()
         elif self._clearing:
             self._clear_slice()
         elif self._graves:
@@ -921,7 +977,8 @@ class Index:
         waits = self._waiting and self._stuck != self.revision
         behind = self.l3 is not None and self.l3.behind
         telling = self._telling_again is not None
-        return bool(waits or self.backups.due or behind or telling or self._clearing or self._graves)
+        trimming = self.tenants is not None and self.tenants.trimming
+        return bool(waits or self.backups.due or behind or telling or trimming or self._clearing or self._graves)
 
     def cut(self, ts: float, heartbeat: bool = False) -> bool:
         """Put what is queued on the stream, numbered, stamped `ts` (unix seconds); False: a slice was used up."""
@@ -1005,6 +1062,7 @@ class Index:
             len(self.writes) + len(self.loads) + (self.l3.num_busy if self.l3 is not None else 0),
             self._pinned_pages(),
             {**self.counters, **more},
+            () if self.tenants is None else self.tenants.stats(),
         )
 
     def snapshot(self) -> Snapshot:
@@ -1136,12 +1194,13 @@ class Index:
         at: int,
         tokens: bytes,
         waiter: Waiter | None,
+        tenant: int,
     ) -> None:
         """Have L3 asked for the pages of `tokens`, behind what matched."""
         assert self.l3 is not None
         if partial is not None:
             path.append(self.tree.split(partial, at))
-        self.l3.want(namespace, path, tokens, waiter)
+        self.l3.want(namespace, path, tokens, waiter, tenant)
 
     def _worth_loading(self, num_pages: int, now: bool = True) -> bool:
         """Whether a host hit of so many pages is to be loaded, as far as its size says, and `now` is none too many."""
@@ -1162,12 +1221,98 @@ class Index:
                 return node
         return None
 
-    def _refuse(self, num_fresh: int, path: list[Node], partial: Node | None, at: int) -> None:
+    def set_tenant(self, name: str, changes: Mapping[str, int | None]) -> None:
+        """Change these limits of a tenant, fields of `Limits` in pages, or make it. What is above a lowered ceiling
+        goes in slices (`step`). BadRequest: there are no tenants, or they can't be so; nothing is changed."""
+        if self.tenants is None:
+            raise BadRequest("there are no tenants here: put a [tenants] section into the configuration")
+        self._moves += 1
+        self.tenants.set(name, changes)
+        self._stuck = None
+        self.backups.let_go()
+
+    def _refuse(self, num_fresh: int, path: list[Node], partial: Node | None, at: int, tenant: int) -> None:
         """`NoSpace` unless `num_fresh` pages can be had once the matched path is pinned. Changes nothing."""
+        if self.tenants is not None:
+            self._refuse_tenant(num_fresh, path, partial, at, tenant, self._tally(), [])
+            return
         room = self._room(path, partial, at)
         if num_fresh > room and num_fresh > room + self._in_copies(path, partial, at):
             locked = self.pools[DEVICE].locked + self._pinned(path, partial, at)
             raise self._no_space(num_fresh, locked, "release a lease or grow the pool")
+
+    def _refuse_tenant(
+        self,
+        num_fresh: int,
+        path: Sequence[Node],
+        partial: Node | None,
+        at: int,
+        tenant: int,
+        promised: Tally,
+        copied: list[Copied],
+    ) -> None:
+        """As `_refuse`, where there are tenants, beside pages that are promised. `copied`: kept for the next item."""
+        tenants = self.tenants
+        assert tenants is not None
+        if not num_fresh or (
+            promised.total + num_fresh <= self.pools[DEVICE].free
+            and not tenants.over(DEVICE, tenant, promised.of(tenant) + num_fresh)
+        ):
+            return
+        nodes = [(node, node.num_bytes // self.page_bytes) for node in path]
+        if partial is not None:
+            nodes.append((partial, at // self.page_bytes))
+        pinned = tenants.unlocked(DEVICE, nodes)
+        if num_fresh > tenants.left(tenant, promised, pinned):
+            if not copied:
+                copied.append(self._copied(path, partial, at))
+            if num_fresh > tenants.left(tenant, promised, pinned, copied[0]):
+                raise self._no_room(tenant, num_fresh, promised, pinned, "release a lease, or raise the limit")
+
+    def _no_room(
+        self,
+        tenant: int,
+        need: int,
+        promised: Tally,
+        pinned: Mapping[int, int],
+        remedy: str,
+        copied: Copied = NO_COPIES,
+    ) -> NoSpace:
+        """A tenant's: its ceiling, the floors of others or locks leave too little."""
+        tenants, pool = self.tenants, self.pools[DEVICE]
+        assert tenants is not None
+        share = tenants.shares[DEVICE][tenant]
+        locked = share.locked + pinned.get(tenant, 0)
+        facts = tenants.facts(tenant, need, promised, locked)
+        others = promised.total - self.promised(0)
+        error = self._no_space(need, pool.locked + sum(pinned.values()), remedy, others)
+        error.facts.update(facts)
+        if need > tenants.headroom(DEVICE, tenant, pinned, copied) - promised.of(tenant):
+            if share.ceiling is not None and need > share.ceiling:
+                remedy = "it never may have so many: raise its device_ceiling, or ask for fewer pages at once"
+            error.message = (
+                f"tenant {tenants.names[tenant]!r}: need {need} pages; its ceiling on {self.resources[DEVICE].name}/"
+                f"DEVICE is {share.ceiling}, it has {share.charged}, {locked} of these cached and locked, "
+                f"{share.leased} leased or fenced, and {promised.of(tenant)} are promised; {remedy}"
+            )
+        elif facts["kept_by_floors"]:
+            error.message += f" (tenant {tenants.names[tenant]!r}; the floors of others keep {facts['kept_by_floors']})"
+        error.args = (error.message,)
+        return error
+
+    def _tally(self) -> Tally:
+        """Pages that those who wait will get."""
+        tally = Tally()
+        for waiting in self._waiting:
+            for number, num_pages in waiting.wants:
+                tally.add(number, num_pages)
+        return tally
+
+    def _copied(self, path: Sequence[Node], partial: Node | None, at: int) -> Copied:
+        """As `_in_copies`, by tenant, and what of it leaves with the copies' end."""
+        copied = Copied({}, {})
+        self._in_copies(path, partial, at, copied)
+        return copied
 
     def _refuse_slots(self, i: int, need: Need, before: int = 0) -> None:
         """As `_refuse`, of a companion; `before`: what others of the same command get of it."""
@@ -1208,7 +1353,7 @@ class Index:
             pinned += at // self.page_bytes
         return pinned
 
-    def _in_copies(self, path: Sequence[Node], partial: Node | None, at: int) -> int:
+    def _in_copies(self, path: Sequence[Node], partial: Node | None, at: int, by_tenant: Copied | None = None) -> int:
         """Pages that nothing but write-throughs of ours locks, those of the matched path not counted.
 
         They can be evicted once the copies are over, which is in a moment; every other lock is a runner's to let go.
@@ -1233,13 +1378,20 @@ class Index:
         matched = set(path)
         pages = 0
         ready = [node for node in counts if node not in below]
+        leaving = self._leaving() if by_tenant is not None else ()
         while ready:
             node = ready.pop()
             count = counts[node]
             if node.cells[lock] == count and node not in matched:
-                pages += len(node.cells[DEVICE]) // SLOT_BYTES
+                num_pages = len(node.cells[DEVICE]) // SLOT_BYTES
                 if node is partial:
-                    pages -= at // self.page_bytes
+                    num_pages -= at // self.page_bytes
+                pages += num_pages
+                if by_tenant is not None:
+                    assert self.tenants is not None
+                    tenant = node.cells[self.tenants.place[DEVICE]]
+                    for found in (by_tenant.pages, by_tenant.gone)[: 1 + (node in leaving)]:
+                        found[tenant] = found.get(tenant, 0) + num_pages
             up = node.parent
             if up in below:
                 counts[up] += count
@@ -1247,6 +1399,15 @@ class Index:
                 if not below[up]:
                     ready.append(up)
         return pages
+
+    def _leaving(self) -> set[Node]:
+        """Those that leave the device with the end of a copy."""
+        found: set[Node] = set()
+        for ticket in self.writes:
+            if ticket.demote:
+                assert ticket.end is not None
+                found.update(self.backups.sent(ticket.end, ticket.demote))
+        return found
 
     def _no_space(self, need: int, locked: int, remedy: str, promised: int = 0, c: int = DEVICE) -> NoSpace:
         """`promised`: to those of the same command that come before, beside those who wait. `c`: a device's cell."""
@@ -1290,6 +1451,8 @@ class Index:
         pool = self.pools[DEVICE]
         fresh = pool.take(num_fresh)
         pool.leased += num_fresh
+        if self.tenants is not None:
+            self.tenants.lease(DEVICE, lease.tenant, num_fresh)
         lease.waiting = False
         lease.slots = table = b"".join([*[node.cells[DEVICE] for node in on_device], *fresh])
         size = self.config.page_size
@@ -1361,16 +1524,23 @@ class Index:
             if num_fresh:
                 fresh = b"".join(pool.take(num_fresh))
                 pool.leased += num_fresh
+                if self.tenants is not None:
+                    self.tenants.lease(DEVICE, lease.tenant, num_fresh)
                 lease.append_slots(fresh)
             results.append(fresh)
         return Extended(results, shares if self.companions is not None else ())
 
     # -- inside: waiting for room ------------------------------------------------------------------------------
 
-    def _make_room(self, num_pages: int, more: Sequence[int]) -> bool:
-        """Evict until so many pages, and slots of companions, are free; False: a slice was used up, or copies of ours
-        lock what is needed."""
+    def _make_room(self, wants: Sequence[tuple[int, int]], more: Sequence[int]) -> bool:
+        """Evict until so many pages, by (tenant, pages), and slots of companions, are free; False: a slice was used up,
+        or copies of ours lock what is needed."""
+        if self.tenants is not None:
+            if self.tenants.short(wants) or not self.tenants.make_room(wants):
+                return False
+            return self.companions is None or self.companions.make_room(more)
         pool = self.pools[DEVICE]
+        ((_, num_pages),) = wants
         if num_pages > pool.free + pool.evictable or not self.evict(DEVICE, num_pages):
             return False
         return self.companions is None or self.companions.make_room(more)
@@ -1388,9 +1558,14 @@ class Index:
             if self._short(waiting):
                 self._stuck = self.revision
                 return
-        if self._make_room(waiting.num_fresh, waiting.more):
+        if self._make_room(waiting.wants, waiting.more):
             self._leave_queue(waiting)
             self._served(waiting)
+        elif self.tenants is not None:
+            if self.tenants.stuck(waiting.wants) or (
+                self.companions is not None and self.companions.coming(waiting.more)
+            ):
+                self._stuck = self.revision
         elif waiting.num_fresh > pool.free and (
             pool.free + self.backups.demoting >= waiting.num_fresh or not pool.evictable
         ):
@@ -1400,6 +1575,8 @@ class Index:
 
     def _short(self, waiting: _Waiting) -> bool:
         """More is wanted than can be had now."""
+        if self.tenants is not None and self.tenants.short(waiting.wants):
+            return True
         pools = zip(self._device_pools, (waiting.num_fresh, *waiting.more), strict=True)
         return any(need > pool.free + pool.evictable for (_, pool), need in pools)
 
@@ -1417,24 +1594,39 @@ class Index:
             copying += [self.companions.in_copies(i) for i in range(len(self.companions.kinds))]
         pools = self._device_pools
         rooms = [pool.free + pool.evictable + count for (_, pool), count in zip(pools, copying, strict=True)]
+        tenants, tally = self.tenants, Tally()
+        copied = NO_COPIES if tenants is None else self._copied((), None, 0)
         lease = waiting.lease
+        if lease is not None and tenants is not None:
+            rooms[0] = tenants.left(lease.tenant, tally, NOBODY, copied)
         if lease is not None:
             for (c, pool), need, room in zip(pools, (waiting.num_fresh, *waiting.more), rooms, strict=True):
                 if need > room:
                     self._leave_queue(waiting)
-                    self.wake(waiting.session, waiting.request, self._no_space(need, pool.locked, remedy, 0, c))
+                    if tenants is not None and c == DEVICE:
+                        error = self._no_room(lease.tenant, need, tally, NOBODY, remedy, copied)
+                    else:
+                        error = self._no_space(need, pool.locked, remedy, 0, c)
+                    self.wake(waiting.session, waiting.request, error)
                     self._give_back(lease, used=False)
                     return False
             return True
         for growth in waiting.growths:
             if isinstance(growth, _Growth):
                 needs = (growth.num_fresh, *growth.more)
+                if tenants is not None:
+                    rooms[0] = tenants.left(growth.lease.tenant, tally, NOBODY, copied) if growth.num_fresh else 0
                 for (c, pool), need, room in zip(pools, needs, rooms, strict=True):
                     if need > room:
                         # What it was promised itself is no reason.
-                        self._fail_growth(waiting, growth, self._no_space(need, pool.locked, remedy, -need, c))
+                        if tenants is not None and c == DEVICE:
+                            error = self._no_room(growth.lease.tenant, need, tally, NOBODY, remedy, copied)
+                        else:
+                            error = self._no_space(need, pool.locked, remedy, -need, c)
+                        self._fail_growth(waiting, growth, error)
                         break
                 else:
+                    tally.add(growth.lease.tenant, growth.num_fresh)
                     rooms = [room - need for room, need in zip(rooms, needs, strict=True)]
         return any(isinstance(growth, _Growth) for growth in waiting.growths)
 
@@ -1608,6 +1800,8 @@ class Index:
                 duplicates.append(mine)
                 better.append((at, run))
             node = child
+        if self.tenants is not None:
+            self.tenants.belongs(changed, DEVICE, lease.tenant)
         self.orders[DEVICE].pin(node, before)
         lease.node = node
         given = num_pages - lease.committed
@@ -1621,6 +1815,8 @@ class Index:
             lease.renamed = True
         pool.leased -= given - lost
         pool.cached += given - lost
+        if self.tenants is not None:
+            self.tenants.lease(DEVICE, lease.tenant, lost - given)
         self.counters["committed_pages"] += given - lost
         self.counters["duplicate_pages"] += lost
         lease.committed = num_pages
@@ -1638,6 +1834,8 @@ class Index:
                     self._moves += 1
                     pool.leased -= len(slots) // SLOT_BYTES
                     pool.give(slots)
+                    if self.tenants is not None:
+                        self.tenants.lease(DEVICE, lease.tenant, -(len(slots) // SLOT_BYTES))
                 else:
                     kept.append((number, slots))
             lease.duplicates = kept
@@ -1661,6 +1859,8 @@ class Index:
         else:
             pool.leased -= len(own) // SLOT_BYTES
         pool.give(own)
+        if self.tenants is not None:
+            self.tenants.lease(DEVICE, lease.tenant, -(len(own) // SLOT_BYTES))
         if used and self._by_use:
             self._use(lease)
         orders = self.orders
@@ -1754,13 +1954,17 @@ class Index:
         else:
             log.removed(node, Tier(tier), resource)
 
-    def evict(self, c: int, num_pages: int) -> bool:
+    def evict(self, c: int, num_pages: int, tenant: int = 0, extra: int = 0) -> bool:
         """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before, or it takes the
-        end of copies that are under way, or was begun here: where that is the policy, pages are copied as they go."""
+        end of copies that are under way, or was begun here: where that is the policy, pages are copied as they go.
+
+        With tenants it is for one of them, which is to be charged with `extra` pages more: see `tenants`."""
         companions = self.companions
         if c >= self.T:
             assert companions is not None
             return companions.evict(c, num_pages)
+        if self.tenants is not None:
+            return self.tenants.evict(c, num_pages, tenant, extra)
         pool, order = self.pools[c], self.orders[c]
         left, effort = self.config.evict_slice, order.effort
         backups = self.backups

@@ -135,6 +135,8 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
         owned[HOST] += held + fetched
         _compare(found, "HOST fenced", index.pools[HOST].fenced, _count(held))
         _compare(found, "HOST leased", index.pools[HOST].leased, _count(fetched))
+    if index.tenants is not None:
+        _tenants(index, found)
     for c, pool in enumerate(index.pools):
         name = names[c]
         _compare(found, f"{name} cached", pool.cached, cached[c])
@@ -150,6 +152,30 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
                 f"{name}: slots held twice {np.flatnonzero(counts > 1)[:8].tolist()}, "
                 f"held by nobody {np.flatnonzero(counts == 0)[:8].tolist()}"
             )
+
+
+def _tenants(index: Index, found: list[str]) -> None:
+    """What tenants hold beside cached pages, which their orders of eviction prove; and what leaves them."""
+    tenants = index.tenants
+    assert tenants is not None
+    leased = [[0] * len(tenants.names) for _ in tenants.shares]
+    leaving = [[0] * len(tenants.names) for _ in tenants.shares]
+    for lease in index.leases.values():
+        leased[DEVICE][lease.tenant] += len(lease.own_slots) // 4
+    if index.l3 is not None:
+        for prefetch in index.l3.prefetches:
+            num_bytes = len(prefetch.slots) + sum(len(part.slots) for part in prefetch.parts)
+            leased[HOST][prefetch.tenant] += num_bytes // 4
+    for ticket in index.writes:
+        if ticket.demote and ticket.end is not None:
+            leaving[DEVICE][ticket.end.cells[tenants.place[DEVICE]]] += ticket.demote
+    for tier, shares in enumerate(tenants.shares):
+        for number, share in enumerate(shares):
+            name = f"{_name(index, tier)}, tenant {tenants.names[number]!r}:"
+            _compare(found, f"{name} leased", share.leased, leased[tier][number])
+            _compare(found, f"{name} leaving", share.leaving, leaving[tier][number])
+        cached = sum(share.cached for share in shares)
+        _compare(found, f"{_name(index, tier)} cached, of all tenants", cached, index.pools[tier].cached)
 
 
 def _name(index: Index, c: int) -> str:

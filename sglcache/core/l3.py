@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglcache.core.effects import Cancel, Fetch, Grant, Prefetched, Probe, Result, Run, Store
 from sglcache.core.key import Namespace
 from sglcache.core.slots import SLOT_BYTES
+from sglcache.core.tenants import Tally
 from sglcache.errors import SglcacheError
 from sglcache.units import TicketId, Tier
 
@@ -199,6 +200,7 @@ class Prefetch:
     gap: bool = False  # a part did not come whole: what comes behind it is of no use
     broken: bool = False  # there was a gap, or nobody waits any more: it ends as soon as it can
     over: bool = False
+    tenant: int = 0  # who is charged with its pages
     ahead: Prefetch | None = None  # that fetches the same first page: it begins once that has come as far as it does
     behind: list[Prefetch] = field(default_factory=list)  # those that wait so for this one
 
@@ -451,14 +453,17 @@ class L3:
         """Whether so many pages that no tier above has are to be looked for."""
         return num_pages >= max(1, self.config.threshold) and (not self.config.exact or len(self.shelf) > 0)
 
-    def want(self, namespace: Namespace, path: list[Node], tokens: bytes, waiter: Waiter | None) -> None:
-        """Look for the pages of `tokens` behind a matched path. Without a waiter it goes on by itself."""
+    def want(
+        self, namespace: Namespace, path: list[Node], tokens: bytes, waiter: Waiter | None, tenant: int = 0
+    ) -> None:
+        """Look for the pages of `tokens` behind a matched path. Without a waiter it goes on by itself. `tenant`: who is
+        charged with them."""
         index = self.index
         anchor = path[-1] if path else None
         device = next((node for node in reversed(path) if node.cells[DEVICE] is not None), None)
         host = index.host_end(path)
         waiters = [] if waiter is None else [waiter]
-        prefetch = Prefetch(namespace, anchor, device, host, tokens, waiters, kept=waiter is None)
+        prefetch = Prefetch(namespace, anchor, device, host, tokens, waiters, kept=waiter is None, tenant=tenant)
         index.orders[DEVICE].pin(device)
         index.orders[HOST].pin(host)
         index.moved()
@@ -522,9 +527,15 @@ class L3:
             pass
         elif not index.backups.send(anchor, whole=True):  # what comes hangs on what is on the host
             num_pages = 0
-        num_pages = min(num_pages, pool.free + pool.evictable)
-        if num_pages >= least and not index.evict(HOST, num_pages):
-            num_pages = min(num_pages, pool.free)
+        tenants, tenant = index.tenants, prefetch.tenant
+        if tenants is None:
+            num_pages = min(num_pages, pool.free + pool.evictable)
+            if num_pages >= least and not index.evict(HOST, num_pages):
+                num_pages = min(num_pages, pool.free)
+        else:
+            num_pages = min(num_pages, tenants.left(tenant, Tally(), tier=HOST))
+            if num_pages >= least and not index.evict(HOST, num_pages, tenant, num_pages):
+                num_pages = min(num_pages, tenants.free(HOST, tenant))
         if num_pages < least:
             index.counters["prefetches_declined"] += there >= least
             self._go_on(prefetch)
@@ -533,6 +544,8 @@ class L3:
         prefetch.left = there - num_pages
         pool.leased += num_pages
         self.fetching += num_pages
+        if tenants is not None:
+            tenants.lease(HOST, tenant, num_pages)
         index.counters["prefetch_pages"] += num_pages
         index.moved()
         for first in range(0, num_pages, self.config.part):
@@ -564,7 +577,7 @@ class L3:
                 prefetch.gap = True
             at = right * SLOT_BYTES
             prefetch.slots += part.slots[:at]
-            self._give(part.slots[at:])
+            self._give(prefetch, part.slots[at:])
         if prefetch.gap:
             self._break(prefetch)
         self._go_on(prefetch)
@@ -649,7 +662,7 @@ class L3:
             assert anchor is not None
             if not anchor.writing & WRITING:  # its copy failed: there is nothing to hang on
                 prefetch.slots = b""
-                self._give(slots)
+                self._give(prefetch, slots)
                 prefetch.gap = True
                 self._break(prefetch)
             return
@@ -689,7 +702,10 @@ class L3:
         pool.leased -= count
         self.fetching -= count
         pool.cached += count
-        self._give(lost)
+        self._give(prefetch, lost)
+        if index.tenants is not None:
+            index.tenants.lease(HOST, prefetch.tenant, -count)
+            index.tenants.belongs(new, HOST, prefetch.tenant)
         order.pin(node, prefetch.host_end)
         prefetch.anchor = prefetch.host_end = node
         prefetch.slots = slots[num_pages * SLOT_BYTES :]
@@ -748,12 +764,14 @@ class L3:
         index.moved()
         index.backups.let_go()
 
-    def _give(self, slots: bytes) -> None:
+    def _give(self, prefetch: Prefetch, slots: bytes) -> None:
         """Back to the host's free list."""
         pool, count = self.index.pools[HOST], len(slots) // SLOT_BYTES
         pool.leased -= count
         self.fetching -= count
         pool.give(slots)
+        if self.index.tenants is not None:
+            self.index.tenants.lease(HOST, prefetch.tenant, -count)
 
     # -- who waits ----------------------------------------------------------------------------------------------------
 

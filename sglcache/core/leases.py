@@ -70,6 +70,7 @@ class Lease:
     # What a lease begins with; an instance holds only what differs.
     session_id: str | None = None  # of the request, for the events; nothing else looks at it
     priority = 0  # of the request, for the policies of eviction that ask for it
+    tenant = 0  # who is charged with its pages: see `tenants`
     counted: Node | None = None  # where the part of its path ends that has been told that it was used
     slots: bytes | bytearray = b""  # int32 [num_pages]: the page table as the runner last heard it
     node: Node | None = None  # where the device pin ends, `committed` pages deep; None: at the root

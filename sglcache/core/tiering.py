@@ -18,6 +18,7 @@ What found no room on the host is counted, remembered, and tried again when some
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 from sglcache.core.effects import Copy
 from sglcache.core.leases import Ticket
 from sglcache.core.slots import SLOT_BYTES
+from sglcache.core.tenants import Tally
 from sglcache.errors import ConfigError
 from sglcache.units import TicketId, Tier
 
@@ -124,9 +126,27 @@ class Backups:
         """Copy what of the path to `end` is not on the host, parents first, as far as there is room; whether all of it.
 
         What is skipped is counted once, and tried again when a commit passes over it or room may have come. `whole`:
-        all of it or nothing, whatever the policy. To `demote` is that, too.
+        all of it or nothing, whatever the policy. To `demote` is that, too. With tenants it is a copy for each tenant
+        on the path, charged to it.
         """
-        index = self.index
+        if self.index.tenants is None:
+            return self._send(end, demote, again, whole, 0)
+        place = self.index.tenants.place[DEVICE]
+        ends: list[Node] = []
+        node = end
+        while node.parent is not None and node.cells[HOST] is None:
+            if not ends or ends[-1].cells[place] != node.cells[place]:
+                ends.append(node)
+            node = node.parent
+        for last in reversed(ends[1:]):
+            if not self._send(last, False, again, whole or demote, last.cells[place]):
+                if self._skipped.pop(last, self) is None:
+                    self._skipped[end] = None  # all of it, when there is room
+                return False
+        return self._send(end, demote, again, whole, end.cells[place])
+
+    def _send(self, end: Node, demote: bool, again: bool, whole: bool, tenant: int) -> bool:
+        index, tenants = self.index, self.index.tenants
         orders, pool, page_bytes = index.orders, index.pools[HOST], index.page_bytes
         chain: list[Node] = []
         node = end
@@ -144,9 +164,15 @@ class Backups:
             return True
         chain.reverse()
         backed = node
-        room = pool.free + pool.evictable - self._unlocked(backed)
+        if tenants is None:
+            room, most = pool.free + pool.evictable - self._unlocked(backed), index.config.host_pages
+        else:
+            pinned = tenants.unlocked(HOST, self._path(backed))
+            room = max(0, tenants.left(tenant, Tally(), pinned, tier=HOST))
+            ceiling = tenants.shares[HOST][tenant].ceiling
+            most = index.config.host_pages if ceiling is None else min(index.config.host_pages, ceiling)
         count, need = self._fitting(chain, room)
-        if not whole and need < room and count < len(chain) and self._pages_to(chain[-1]) > index.config.host_pages:
+        if not whole and need < room and count < len(chain) and self._pages_to(chain[-1]) > most:
             # All of it will never fit, so what does goes: else a prompt longer than the host would never be there.
             chain.insert(count, index.tree.split(chain[count], (room - need) * page_bytes))
             if demote:
@@ -154,25 +180,28 @@ class Backups:
             count, need = count + 1, room
         if again and count < len(chain):
             # Room made for a part of it would be taken from another's part, whose turn is next: that would never end.
-            count, need = self._fitting(chain, pool.free)
+            count, need = self._fitting(chain, self._free(tenant))
         whole |= demote
         if whole and count < len(chain):
             count = 0
         sliced = False
         if count:
             orders[HOST].pin(backed)  # or room would be made by evicting what the copy hangs on
-            sliced = not index.evict(HOST, need)
+            sliced = not index.evict(HOST, need, tenant, need)
             if sliced:
-                count, need = self._fitting(chain, pool.free)
+                count, need = self._fitting(chain, self._free(tenant))
                 if not count or (whole and count < len(chain)):
                     count = 0
                     orders[HOST].unpin(backed)
         done = count == len(chain)
-        if not done and not whole and self._pages_to(chain[-1]) <= index.config.host_pages:
+        if not done and not whole and self._pages_to(chain[-1]) <= most:
             self._skipped[chain[-1]] = None
             self.due |= sliced
         if not done and not again:
-            index.counters["backup_pages_skipped"] += sum(each.num_bytes for each in chain[count:]) // page_bytes
+            skipped = sum(each.num_bytes for each in chain[count:]) // page_bytes
+            index.counters["backup_pages_skipped"] += skipped
+            if tenants is not None and need + skipped <= pool.free + pool.evictable:
+                tenants.shares[HOST][tenant].skipped += skipped  # there is room, for others
         if not count:
             return False
         del chain[count:]
@@ -185,12 +214,16 @@ class Backups:
             each.writing |= WRITING
             at += size
         last = chain[-1]
+        if tenants is not None:
+            tenants.belongs(chain, HOST, tenant)
         orders[HOST].pin(last, backed)
         orders[DEVICE].pin(last)
         ticket = Ticket(TicketId(index.new_id()), Tier.HOST, last, need, None)
         if demote:
             ticket.demote = last.num_bytes // page_bytes
             self.demoting += ticket.demote
+            if tenants is not None:
+                tenants.leaving(last, ticket.demote)
         self.writes.append(ticket)
         index.counters["backup_pages"] += need
         source = b"".join([each.cells[DEVICE] for each in chain])
@@ -216,6 +249,17 @@ class Backups:
             num_bytes += node.num_bytes
             node = node.parent
         return num_bytes // self.index.page_bytes
+
+    def _free(self, tenant: int) -> int:
+        """Host pages that can be had without anything going."""
+        tenants = self.index.tenants
+        return self.index.pools[HOST].free if tenants is None else max(0, tenants.free(HOST, tenant))
+
+    def _path(self, node: Node | None) -> Iterator[tuple[Node, int]]:
+        """The nodes up from this one, with their pages."""
+        while node is not None and node.parent is not None:
+            yield node, node.num_bytes // self.index.page_bytes
+            node = node.parent
 
     def _pages_to(self, node: Node | None) -> int:
         num_bytes = 0
@@ -296,6 +340,8 @@ class Backups:
         """Now they leave the device, unless somebody has come to them meanwhile; as they are, if the copy failed."""
         self.demoting -= ticket.demote
         assert ticket.end is not None
+        if self.index.tenants is not None:
+            self.index.tenants.leaving(ticket.end, -ticket.demote)
         index, lock = self.index, len(self.index.pools) + DEVICE
         for node in reversed(self.sent(ticket.end, ticket.demote)):
             if node.parent is None or node.cells[lock] or not self._is_leaf(node):

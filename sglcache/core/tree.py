@@ -23,12 +23,12 @@ The laws of this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglcache.core import eviction
-from sglcache.core.eviction import Facts, Policy, Ranked
+from sglcache.core.eviction import Facts, Order, Policy, Ranked
 from sglcache.core.key import TOKEN_BYTES, Keys, Namespace, common_bytes
 from sglcache.core.slots import SlotPool
 
@@ -184,10 +184,12 @@ class Tree:
         pools: list[SlotPool],
         policies: Sequence[Policy],
         hits: bool = False,
+        shared: Callable[[Policy, int, int, SlotPool, Facts], Order] | None = None,
     ) -> None:
         """`policies`: of Full, one a tier; the cells beyond are companions', which have none.
 
         `pools` stays the caller's: it may put others there before `drop_all`. `hits`: they are counted anyway.
+        `shared`: makes orders of eviction for Full's cells, where tenants share them.
         """
         self.page_bytes = keys.page_bytes
         self.over = keys.over
@@ -198,13 +200,13 @@ class Tree:
         self.T = len(policies)  # tiers: cells 0..T-1 are Full's
         self.by_end = [resource.by_end for resource in resources]
         self.ends = [c for c, by_end in enumerate(self.by_end) if by_end]  # cells
-        self.facts = Facts(policies, self.C, hits)
+        self.facts = Facts(policies, self.C, hits, tenants=shared is not None)
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0
         self.nowhere = nowhere = Space(Namespace(), b"", None, keys.over)  # what dropped roots belong to
         self.orders = eviction.orders(
-            policies, pools, self.facts, lambda: Node(nowhere, None, b"", self.facts.blank.copy())
+            policies, pools, self.facts, lambda: Node(nowhere, None, b"", self.facts.blank.copy()), shared
         )
         self.runs = [(c, order) for c, order in enumerate(self.orders) if not self.by_end[c]]
         self._ranked = [order for order in self.orders if isinstance(order, Ranked)]

@@ -83,6 +83,7 @@ class LeaseModel:
     cancelling: int | None = None  # the request of a cancel that waits for the load
     over: bool = False  # everything was given back
     counted: int = 0  # pages of the path that were told that it used them
+    tenant: int = 0  # who pays for its pages
 
     def __repr__(self) -> str:
         return (
@@ -127,6 +128,16 @@ class CopyModel:
     begun: int = 0  # when: its pages are as old as that
 
 
+class Asks(NamedTuple):
+    """For whom something goes where there are tenants, and how things were then, counted anew from nodes and leases."""
+
+    tenant: int
+    own: bool  # it would have come over its ceiling
+    needed: bool  # and if not, there were too few free pages
+    whose: dict[Page, int]  # who pays for each page that nobody held
+    spare: dict[int, int]  # of those that nobody held, what a tenant had beyond its floor
+
+
 class Eviction(NamedTuple):
     """A node left a tier, or is to leave it."""
 
@@ -137,6 +148,7 @@ class Eviction(NamedTuple):
     leaving: bool = False  # it stays until a copy of it is over
     left: bool = False  # that copy is over
     cleared: bool = False  # it went by a clear
+    asks: Asks | None = None  # where there are tenants, for whom
 
 
 @dataclass(eq=False)
@@ -183,7 +195,7 @@ class Model:
         self.fenced: list[LeaseModel] = []  # of ended sessions, not given back yet
         self.copies: dict[int, CopyModel] = {}
         self.host_fenced: set[int] = set()  # targets of cancelled copies that may still be written
-        self.fetched: set[int] = set()  # host slots of fetches from L3
+        self.fetched: dict[int, int] = {}  # host slots of fetches from L3, and who pays
         self.pins: list[PinModel] = []
         self.clock = 0
         # How often a page's presence in a tier changed since the last clear of all; against Subscriber.said.
@@ -194,6 +206,10 @@ class Model:
         # must not hear of it before the stream has said so.
         self.freed_by: tuple[dict[int, tuple[int, Page, int]], dict[int, tuple[int, Page, int]]] = ({}, {})
         self.left: Counter[tuple[int, str]] = Counter()  # pages that left a tier, by the reason
+        # With tenants, by number: who pays for a page, on its way to the host or there; and (floor, ceiling) of a tier.
+        self.payer: tuple[dict[Page, int], dict[Page, int]] = ({}, {})
+        self.limits: list[tuple[tuple[int, int | None], tuple[int, int | None]]] = []
+        self.most: dict[tuple[int, int], int] = {}  # what (tier, tenant) may be charged with that is above its ceiling
 
     # -- holds and the order of eviction --------------------------------------------------------------
 
@@ -218,6 +234,42 @@ class Model:
 
     def in_copies(self, keep: Iterable[Page] = ()) -> int:
         """Pages on the device that write-throughs hold and nobody else: they can be evicted when these are over."""
+        return len(self.only_copies(keep))
+
+    # -- tenants --------------------------------------------------------------------------------------
+
+    def charged(self, tier: int, tenant: int) -> int:
+        """Pages that it pays for."""
+        return sum(payer == tenant for payer in self.payer[tier].values()) + self._leased(tier, tenant)
+
+    def _leased(self, tier: int, tenant: int) -> int:
+        if tier == HOST:
+            return sum(payer == tenant for payer in self.fetched.values())
+        return sum(lease.tenant == tenant for lease in self.owner.values())
+
+    def room(
+        self, tier: int, tenant: int, keep: Iterable[Page] = (), leaving: Iterable[Page] = (), later: bool = False
+    ) -> tuple[int, int]:
+        """Pages that can be had for a tenant that keeps these, by the floors of others and by its own ceiling; `later`:
+        once all write-throughs are over. `leaving`: what goes from the device with the end of one."""
+        held = set(self.holds[tier]) | set(keep)
+        over = self.only_copies(keep) if later else set()
+        unlocked = {page for page in self.slot[tier] if page not in held or page in over}
+        room, headroom = self.num_free(tier) + len(unlocked), 1 << 62
+        for number, limits in enumerate(self.limits):
+            floor, ceiling = limits[tier]
+            mine = {page for page, payer in self.payer[tier].items() if payer == number}
+            locked = self._leased(tier, number) + len(mine - unlocked)
+            if number == tenant:
+                headroom = headroom if ceiling is None else ceiling - locked
+                continue
+            go = mine & set(leaving)
+            gone = go & over
+            room -= max(0, min(len(mine & unlocked - gone), floor - locked + len(go) - len(gone)))
+        return room, headroom
+
+    def only_copies(self, keep: Iterable[Page] = ()) -> set[Page]:
+        """Pages on the device that write-throughs hold and nobody else."""
         held = Counter(
             page
             for copy in self.copies.values()
@@ -226,9 +278,29 @@ class Model:
             if tier == DEVICE
             for page in path
         )
-        for page in keep:
-            del held[page]
-        return sum(self.holds[DEVICE][page] == count for page, count in held.items())
+        return {page for page, count in held.items() if self.holds[DEVICE][page] == count} - set(keep)
+
+    def limits_may_be(self, limits: Sequence[tuple[tuple[int, int | None], tuple[int, int | None]]]) -> bool:
+        for tier in (DEVICE, HOST):
+            of_tier = [each[tier] for each in limits]
+            if any(floor < 0 or (ceiling is not None and ceiling < floor) for floor, ceiling in of_tier):
+                return False
+            if self.total[tier] and sum(floor for floor, _ in of_tier) > self.total[tier]:
+                return False
+        return True
+
+    def check_ceilings(self) -> None:
+        """Nobody is above, or not more than when the ceiling was lowered."""
+        for number, limits in enumerate(self.limits):
+            for tier in (DEVICE, HOST):
+                ceiling = limits[tier][1]
+                charged = self.charged(tier, number)
+                if ceiling is None or charged <= ceiling:
+                    self.most.pop((tier, number), None)
+                    continue
+                most = self.most.get((tier, number), ceiling)
+                assert charged <= most, f"tenant {number} has {charged} pages of tier {tier}; its ceiling is {ceiling}"
+                self.most[tier, number] = charged
 
     def num_locked(self, tier: int) -> int:
         return sum(page in self.holds[tier] for page in self.slot[tier])
@@ -260,6 +332,7 @@ class Model:
         del self.page[tier][slot]
         self.stamp[tier].pop(page, None)
         del self.created[tier][page]
+        del self.payer[tier][page]
         if not self.anywhere(page):
             self.hits.pop(page, None)
             self.priority.pop(page, None)
@@ -321,7 +394,9 @@ class Model:
                 assert tier == DEVICE or page not in self.writing
             below = parents[eviction.node[-1]]
             assert not below, f"{eviction.node[-1]} was evicted from tier {tier} before its children"
-            if not eviction.left:
+            if eviction.asks is not None:
+                self._check_tenants(tier, eviction, eviction.asks)
+            elif not eviction.left:
                 self._check_order(tier, eviction)
             if eviction.leaving:
                 continue
@@ -339,6 +414,33 @@ class Model:
         assert keys[eviction.node] == least, (
             f"tier {tier}, {self.policies[tier]}: {eviction.node} of key {keys[eviction.node]} went before "
             f"{[(node, key) for node, key in keys.items() if key == least]}"
+        )
+
+    def _check_tenants(self, tier: int, eviction: Eviction, asks: Asks) -> None:
+        """It went by the policy's order among those that may be taken for the tenant; or, if there were none, it was
+        below one that may be."""
+        assert asks.own or asks.needed, f"{eviction.node} was evicted for tenant {asks.tenant} for no reason"
+
+        def may_go(page: Page) -> bool:
+            whose = asks.whose[page]
+            return whose == asks.tenant or (not asks.own and asks.spare[whose] > 0)
+
+        whose = asks.whose[eviction.node[-1]]
+        for page in eviction.node:
+            assert asks.whose[page] == whose, f"{eviction.node} is one node, and several pay for it"
+            assert asks.whose[page] == self.payer[tier][page], f"{page}: {asks.whose[page]} pays in tier {tier}"
+        first = [node for node in eviction.candidates if may_go(node[-1])]
+        if first:
+            self._check_order(tier, eviction._replace(candidates=first))
+            size, spare = len(eviction.node), asks.spare[whose]
+            assert whose == asks.tenant or size <= spare, (
+                f"{size} pages of tenant {whose} went from tier {tier} for tenant {asks.tenant}; it can spare {spare}"
+            )
+            return
+        assert eviction.node in eviction.candidates
+        above = [page for page in ancestry(eviction.node[0]) if page in asks.whose]
+        assert any(map(may_go, above)), (
+            f"{eviction.node} of tenant {whose} went from tier {tier} for tenant {asks.tenant}, for nothing"
         )
 
     def key(self, tier: int, node: Sequence[Page]) -> tuple[int, ...]:
@@ -447,6 +549,7 @@ class Model:
             else:
                 lease.owned.remove(own)
                 del self.owner[own]
+                self.payer[DEVICE][page] = lease.tenant
                 self.put(DEVICE, page, own, self.clock)
                 self.stored_for.setdefault(page, []).append(lease.session_id)
         lease.pinned = max(lease.pinned, end)
@@ -583,6 +686,7 @@ class Model:
                 ok = parent is None or parent in self.slot[HOST] or parent in self.writing
                 assert ok, f"{page} goes to the host without its parent"
                 self.writing[page] = slot
+                self.payer[HOST][page] = self.payer[DEVICE][page]
         for tier, path in copy.held:
             self.hold(tier, path)
         self.clock += 1
@@ -604,6 +708,8 @@ class Model:
                 del self.writing[page]
                 if ok:
                     self.put(HOST, page, slot, self.clock, copy.begun)
+                else:
+                    del self.payer[HOST][page]
             if not ok:
                 failed = set(copy.pages)
                 for other in reversed(self.copies.values()):
@@ -611,7 +717,7 @@ class Model:
                         other.cancelled = True
                         self.host_fenced.update(other.target_slots)
                         for page in other.pages:
-                            del self.writing[page]
+                            del self.writing[page], self.payer[HOST][page]
                         for tier, path in [held for held in other.held if held[0] == HOST]:
                             self.let_go(tier, path)
                             other.held.remove((tier, path))
@@ -646,7 +752,7 @@ class Model:
             if page in self.slot[HOST]:
                 assert slot not in self.fetched, f"slot {slot} of {page} is nobody's"
             else:
-                self.fetched.remove(slot)
+                self.payer[HOST][page] = self.fetched.pop(slot)
                 self.put(HOST, page, slot, self.clock)
         self.hold(HOST, pages)
 

@@ -14,6 +14,7 @@ from sglcache.core.effects import Extended
 from sglcache.core.eviction import POLICIES, Policy
 from sglcache.core.key import ROOT, Namespace
 from sglcache.core.l3 import L3Config
+from sglcache.core.tenants import Limits
 from sglcache.core.tiering import WRITE_POLICIES, WritePolicy
 from sglcache.errors import BadRequest, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import DEVICE, CopyModel, Item, LeaseModel
@@ -31,6 +32,7 @@ NAMESPACES = (
     Namespace(lora="x", cache_salt="y"),
     Namespace(extra_key="a"),  # held apart like the others, and never published
 )
+LIMITS = ("device_floor", "device_ceiling", "host_floor", "host_ceiling")
 TOKENS = (0, 1, 1, 2, 7, 0xFFFFFFFF)  # few, so that sequences meet; both ends of uint32
 
 
@@ -82,11 +84,33 @@ def config(choose: Chooser) -> dict[str, Any]:
     }
 
 
+def tenants(choose: Chooser, num_pages: int, host_pages: int) -> dict[str, Limits]:
+    """Three that are close together: default, a and b."""
+    found: dict[str, Limits] = {}
+    for name in ("default", "a", "b"):
+        changes = {key: limit(choose, key, num_pages, host_pages) for key in LIMITS}
+        for tier in ("device", "host"):
+            ceiling = changes[f"{tier}_ceiling"]
+            if ceiling is not None:
+                changes[f"{tier}_floor"] = min(changes[f"{tier}_floor"] or 0, ceiling)
+        found[name] = Limits(**changes)  # type: ignore[arg-type]
+    return found
+
+
+def limit(choose: Chooser, key: str, num_pages: int, host_pages: int) -> int | None:
+    total = num_pages if key.startswith("device") else host_pages
+    if key.endswith("floor"):
+        return choose.item((0, 0, total // 4, total // 3))
+    return choose.item((None, None, total // 3, total // 2, total * 3 // 4))
+
+
 def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
-    """The same, with some of it fixed."""
+    """The same, with some of it fixed. `tenants` of "any" are drawn, too."""
     chosen = {**config(choose), **fixed}
     if not chosen["host_pages"]:
         chosen["l3"] = None  # which goes through the host
+    if chosen.get("tenants") == "any":
+        chosen["tenants"] = tenants(choose, chosen["num_pages"], chosen["host_pages"])
     return chosen
 
 
@@ -172,6 +196,7 @@ class Program:
             (1, self.stranger),
             (1, self.settle),
             *(((12, self.below), (3, self.prefetch)) if rig.config.l3 is not None else ()),
+            *(((3, self.limit),) if rig.tenants else ()),
         )
         self._deck = [action for weight, action in self.actions for _ in range(weight)]
 
@@ -252,6 +277,7 @@ class Program:
             session_id="s" if not choose.integer(0, 5) else None,
             priority=choose.integer(-1, 2),
             fetch=choose.item((None, 0, self.time + choose.integer(1, 3), float("inf"))),
+            tenant=self.tenant(choose),
         )
         self.prompts.append((namespace, key))
 
@@ -264,7 +290,7 @@ class Program:
         runner = choose.item(ready)
         namespace, key = self.prompt(choose, max(1, rig.config.num_pages * 2 // 3))
         self.prompts.append((namespace, key))
-        lease = rig.acquire(runner, key, namespace, priority=choose.integer(0, 1))
+        lease = rig.acquire(runner, key, namespace, priority=choose.integer(0, 1), tenant=self.tenant(choose))
         if isinstance(lease, LeaseModel):
             if choose.integer(0, 1):
                 rig.copies_done()
@@ -373,7 +399,21 @@ class Program:
         if runners:
             namespace, key = self.prompt(choose, 16)
             rig = self.rig
-            rig.prefetch(choose.item(runners), key, namespace, choose.item((float("inf"), self.time + 1, 0)))
+            runner, until = choose.item(runners), choose.item((float("inf"), self.time + 1, 0))
+            rig.prefetch(runner, key, namespace, until, self.tenant(choose))
+
+    def tenant(self, choose: Chooser) -> str | None:
+        """One that is configured, or was made, or nobody."""
+        return choose.item(("a", "a", "b", "b", None, "c", "nobody")) if self.rig.tenants else None
+
+    def limit(self, choose: Chooser) -> None:
+        """One or two limits of a tenant, which may be new, change; now and then to what can't be."""
+        config = self.rig.config
+        keys = {choose.item(LIMITS) for _ in range(choose.integer(1, 2))}
+        self.rig.set_tenant(
+            choose.item(("a", "b", "default", "c")),
+            **{key: limit(choose, key, config.num_pages, config.host_pages) for key in sorted(keys)},
+        )
 
     def read(self, choose: Chooser) -> None:
         runners = self.live()

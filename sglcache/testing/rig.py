@@ -41,6 +41,7 @@ from sglcache.errors import BadRequest, Busy, Changed, NoSpace, SglcacheError
 from sglcache.testing.model import (
     DEVICE,
     HOST,
+    Asks,
     CopyModel,
     Eviction,
     Item,
@@ -104,14 +105,20 @@ class Waits:
     request: int
     acquired: LeaseModel | None = None
     growing: list[Growing] = field(default_factory=list)
-    least: int = 1 << 62  # pages that could be had for it when there were fewest: what fits in these is not refused
+    # By tenant, pages that could be had when there were fewest (see Model.room): what fits in these is not refused.
+    least: dict[int, tuple[int, int]] = field(default_factory=dict)
     at_once: bool = False  # it has only just begun to wait: who waits before it has no say yet
 
     @property
     def num_fresh(self) -> int:
+        return sum(fresh for _, fresh in self.wants)
+
+    @property
+    def wants(self) -> list[tuple[int, int]]:
+        """(tenant, pages), in order."""
         if self.acquired is not None:
-            return self.acquired.num_fresh
-        return sum(each.fresh for each in self.growing if each.error is None)
+            return [(self.acquired.tenant, self.acquired.num_fresh)]
+        return [(each.lease.tenant, each.fresh) for each in self.growing if each.error is None]
 
 
 @dataclass(eq=False)
@@ -133,6 +140,7 @@ class Watched(Index):
         self.evictions: list[Eviction] = []
         self.touched: list[tuple[int, tuple[Page, ...]]] = []  # (answers before, path of the host): see Model.touched
         self.happened: list[Eviction | Step] = []  # all of it, in order
+        self._asks: tuple[int, int, int, int] | None = None  # for whom room is made: tier, pages, tenant, extra
         self.backups = self.watched = WatchedBackups(self, config.write_policy)
         self.writes = self.backups.writes
         if config.l3 is not None:
@@ -141,6 +149,58 @@ class Watched(Index):
     def drop(self, c: int, node: Node, cleared: bool = False, pruned: bool = False) -> None:
         self._note(c, node, left=self.watched.leaving, cleared=cleared)
         super().drop(c, node, cleared, pruned)
+
+    def evict(self, c: int, num_pages: int, tenant: int = 0, extra: int = 0) -> bool:
+        before, self._asks = self._asks, (c, num_pages, tenant, extra)
+        try:
+            return super().evict(c, num_pages, tenant, extra)
+        finally:
+            self._asks = before
+
+    def leaving(self) -> set[Page]:
+        """Pages that leave the device with the end of a copy."""
+        return {
+            page
+            for ticket in self.writes
+            if ticket.demote and ticket.end is not None
+            for page in self.path(ticket.end)[-ticket.demote :]
+        }
+
+    def _counted(self, c: int, paths: dict[Node, tuple[Page, ...]]) -> Asks:
+        """What there is of each tenant, from nodes and leases and no counter."""
+        assert self._asks is not None
+        assert self.tenants is not None
+        tier, num_pages, tenant, extra = self._asks
+        assert tier == c, f"room is made in tier {tier}, and a node of {c} goes"
+        count = len(self.tenants.names)
+        whose: dict[Page, int] = {}
+        unlocked, charged, left = [0] * count, [0] * count, [0] * count
+        leaving = self.leaving() if c == DEVICE else set()
+        place, lock = self.tenants.place[c], len(self.pools) + c
+        for node, path in paths.items():
+            if node.cells[c] is not None:
+                pages, payer = path[-(node.num_bytes // self.page_bytes) :], node.cells[place]
+                charged[payer] += len(pages)
+                left[payer] += len(leaving.intersection(pages))
+                if not node.cells[lock]:
+                    whose.update(dict.fromkeys(pages, payer))
+                    unlocked[payer] += len(pages)
+        if c == DEVICE:
+            for lease in self.leases.values():
+                charged[lease.tenant] += len(lease.own_slots) // 4
+        elif self.l3 is not None:
+            for prefetch in self.l3.prefetches:
+                slots = len(prefetch.slots) + sum(len(part.slots) for part in prefetch.parts)
+                charged[prefetch.tenant] += slots // 4
+        spare = {}
+        for payer in range(count):
+            held = charged[payer] - unlocked[payer] - left[payer]
+            floor = self.tenants.limits[self.tenants.names[payer]].of(c)[0]
+            spare[payer] = unlocked[payer] - max(0, min(unlocked[payer], floor - held))
+        ceiling = self.tenants.limits[self.tenants.names[tenant]].of(c)[1]
+        own = ceiling is not None and charged[tenant] - left[tenant] + extra > ceiling
+        needed = self.pools[c].free + (len(leaving) if c == DEVICE else 0) < num_pages
+        return Asks(tenant, own, needed, whose, spare)
 
     def path(self, node: Node) -> tuple[Page, ...]:
         """All pages up to the end of `node`."""
@@ -158,7 +218,7 @@ class Watched(Index):
     def num_wakes(self) -> int:
         return sum(isinstance(effect, Wake) for effect in self._effects)
 
-    def _note(self, c: int, node: Node, **how: bool) -> None:
+    def _note(self, c: int, node: Node, **how: Any) -> None:
         lock = len(self.pools) + c
         paths: dict[Node, tuple[Page, ...]] = {}
         parents: set[Node | None] = set()
@@ -172,7 +232,10 @@ class Watched(Index):
             for each, path in paths.items()
             if each.cells[c] is not None and not each.cells[lock] and each not in parents
         ]
-        eviction = Eviction(c, paths[node], leaves, self.num_wakes, **how)
+        asks = None
+        if self.tenants is not None and not how.get("left") and not how.get("cleared"):
+            asks = self._counted(c, paths)
+        eviction = Eviction(c, paths[node], leaves, self.num_wakes, asks=asks, **how)
         self.evictions.append(eviction)
         self.happened.append(eviction)
 
@@ -219,6 +282,8 @@ class Rig:
         self.page_size = self.config.page_size
         self.book = Book(self.page_size, self.config.hash_name, self.config.bigram)
         self.index = Watched(self.config, self.book)
+        tenants = self.index.tenants
+        self.tenants = [] if tenants is None else list(tenants.names)  # by number
         self.model = Model(
             self.book,
             num_pages=self.config.num_pages,
@@ -228,6 +293,8 @@ class Rig:
             load_back_threshold=self.config.load_back_threshold,
             load_back_quota=self.config.load_back_quota,
         )
+        if tenants is not None:
+            self.model.limits = [(each.of(DEVICE), each.of(HOST)) for each in tenants.limits.values()]
         self.subscriber = Subscriber(
             self.book,
             page_size=self.page_size,
@@ -306,8 +373,8 @@ class Rig:
         )
         self._places, self._version = places, self.index.version
         # What a grant takes was evicted before it, what a commit's copy takes before the commit's answer.
-        if self.index.l3 is not None and not asks:
-            need = None  # a turn of any kind may serve who waited for it
+        if (self.index.l3 is not None and not asks) or self.tenants:
+            need = None  # a turn of any kind may serve who waited for it; of tenants it is another question
         if asks:
             early = self.index.happened[:during]
             alone = [each for each in early if isinstance(each, Eviction) and each.tier == DEVICE]
@@ -364,7 +431,7 @@ class Rig:
             self._emptied.add(wakes)
             self._take_victims(DEVICE, wakes, None)
         need: int | None = sum(len(copy.dst_slots) // 4 for copy in copies if copy.dst == Tier.HOST)
-        if self.config.evict_slice < self.config.host_pages or self.index.l3 is not None:
+        if self.config.evict_slice < self.config.host_pages or self.index.l3 is not None or self.tenants:
             need = None  # where a slice is not enough for all that is to be copied, some of it is
         happened = self.index.happened
         gone: list[Eviction] = []
@@ -434,7 +501,7 @@ class Rig:
             model.adopt_fetched(step.pages, step.slots)
         elif step.kind == "free":
             for slot in step.slots:
-                model.fetched.remove(slot)
+                del model.fetched[slot]
         else:
             assert step.kind == "serve"
             self._serve(step.request)
@@ -455,7 +522,8 @@ class Rig:
         lease, fresh = asked.make()
         if isinstance(result, SglcacheError):
             assert isinstance(result, NoSpace), f"{result!r}"
-            assert fresh > self._room_later(lease.path[: lease.pinned]), f"{result!r}"
+            later = self._left(lease.tenant, lease.path[: lease.pinned], later=True)
+            assert fresh > later, f"{result!r}; {later} pages can be had"
             self.left.add(request)
             return
         self.model.opened(lease)
@@ -478,7 +546,8 @@ class Rig:
             taken = slot in model.page[HOST] or slot in model.fetched or slot in model.host_fenced
             assert not taken, f"slot {slot} is fetched into, and somebody's"
             assert slot not in model.writing.values(), f"slot {slot} is fetched into, and written"
-            model.fetched.add(slot)
+            assert self.index.l3 is not None
+            model.fetched[slot] = self.index.l3._by_ticket[effect.ticket].tenant
             for part in range(PARTS):
                 self.memory[HOST][part][slot] = f"half of fetch {effect.ticket}"
 
@@ -567,18 +636,28 @@ class Rig:
         runner.stopped[lease] = set()
         runner.views[lease] = list(slots)
 
-    def _extended(self, growing: Sequence[Growing], results: Sequence[bytes | SglcacheError], least: int) -> None:
-        """`least`: the pages that could be had all the time; what fits in these is granted."""
+    def _extended(
+        self,
+        growing: Sequence[Growing],
+        results: Sequence[bytes | SglcacheError],
+        least: dict[int, tuple[int, int]],
+    ) -> None:
+        """`least`: the pages that could be had all the time, by tenant; what fits in these is granted."""
         assert len(results) == len(growing)
         taken = 0
+        of: dict[int, int] = {}
         for each, result in zip(growing, results, strict=True):
             if isinstance(result, bytes):
                 assert each.error is None, f"{each} was granted"
                 self._grown(each.lease, each.tokens, unpack_slots(result), each.fresh)
                 taken += each.fresh
+                of[each.lease.tenant] = of.get(each.lease.tenant, 0) + each.fresh
             elif each.error is None:
                 assert isinstance(result, NoSpace), f"{result!r}"
-                assert taken + each.fresh > least, f"{result!r}; there was room for {least}, {taken} were taken before"
+                room, headroom = least.get(each.lease.tenant, (1 << 62, 1 << 62))
+                assert taken + each.fresh > room or of.get(each.lease.tenant, 0) + each.fresh > headroom, (
+                    f"{result!r}; there was room for {room} and {headroom}, {of} were taken before"
+                )
             else:
                 assert isinstance(result, each.error), f"{each} was answered {result!r}"
 
@@ -611,7 +690,6 @@ class Rig:
             assert error or changed or waits.at_once or waits is self.waiting[0], (
                 f"{waits} was served before {self.waiting[0]}"
             )
-            room = self.model.num_free(DEVICE) + len(self.model.evictable(DEVICE)) + self.model.in_copies()
             self.waiting.remove(waits)
             lease = waits.acquired
             if error:
@@ -623,6 +701,7 @@ class Rig:
                 self._granted(lease, result)
             else:
                 assert isinstance(result, NoSpace), f"{result!r}"
+                room = min(self._room(lease.tenant, later=True))
                 assert lease.num_fresh > room, f"{result!r}; {room} pages can be had"
                 self.model.refused(lease)
             return
@@ -649,7 +728,7 @@ class Rig:
             self.model.committed(item, pages, result.first_page, slots, result.num_duplicates, result.reply)
             path = item.lease.path[: item.lease.pinned]
             if not any(copy.dst == Tier.HOST for copy in copies):
-                missed = self.model.should_have_been_copied(path)
+                missed = [] if self.tenants else self.model.should_have_been_copied(path)
                 assert not missed, f"there is room on the host, and {missed} were not written through"
         elif isinstance(result, Released):
             assert result.lease == item.lease.number
@@ -723,6 +802,7 @@ class Rig:
         session_id: str | None = None,
         priority: int = 0,
         fetch: float | None = None,
+        tenant: str | None = None,
     ) -> LeaseModel | SglcacheError | None:
         """The lease; NoSpace exactly when locks leave too little, Changed exactly when `exact` is not what matches.
 
@@ -753,6 +833,7 @@ class Rig:
                 session_id,
                 priority,
                 matched,
+                tenant=self.number(tenant),
             )
             return lease, -(-have // self.page_size) - pinned
 
@@ -760,8 +841,9 @@ class Rig:
         waits_for_l3 = fetch is not None and fetch > 0 and exact is None and self._l3_is_asked(path, most)
         lease, fresh = make()
         pinned, matched = lease.pinned, lease.matched
-        now, later = self._room_now(path[:pinned]), self._room_later(path[:pinned])
+        now, later = (self._left(lease.tenant, path[:pinned], later=each) for each in (False, True))
         crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting))
+        crowded = crowded or self._over(lease.tenant, fresh)
 
         def then(result: Grant | SglcacheError | None) -> None:
             if waits_for_l3:
@@ -802,6 +884,7 @@ class Rig:
                 session_id=session_id,
                 priority=priority,
                 fetch=fetch,
+                tenant=tenant,
             ),
             then,
             need=None if self.waiting or self._sliced else fresh,
@@ -819,7 +902,14 @@ class Rig:
         some = bool(self.l3.pages) if not self.index.l3.behind else len(self.index.l3.shelf) > 0
         return rest >= max(1, l3.threshold) and (not l3.exact or some)
 
-    def prefetch(self, runner: Runner, tokens: Iterable[int] | bytes, namespace: Namespace, until: float) -> None:
+    def prefetch(
+        self,
+        runner: Runner,
+        tokens: Iterable[int] | bytes,
+        namespace: Namespace,
+        until: float,
+        tenant: str | None = None,
+    ) -> None:
         """Ask for what L3 has of a sequence."""
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
         path, request = self.book.path(namespace, key), self._request()
@@ -832,7 +922,7 @@ class Rig:
             else:
                 assert result == Prefetched(self.model.reach(path)[1] * self.page_size, 0), f"{result!r}"
 
-        self.turn(lambda: self.index.prefetch(runner.id, request, key, namespace, until), then)
+        self.turn(lambda: self.index.prefetch(runner.id, request, key, namespace, until, tenant), then)
 
     def _check_answer(self, waits: bool, crowded: bool, fresh: int, room: int) -> None:
         """Who could have been served at once was: in one slice, with nobody waiting before it."""
@@ -859,24 +949,30 @@ class Rig:
     ) -> Extended | SglcacheError | None:
         """Each item for itself: NoSpace exactly where locks and those before it leave too little; None: it waits."""
         model, request = self.model, self._request()
-        now, later = self._room_now(), self._room_later()
+        names = {lease.tenant for lease, *_ in items}
+        rooms = {tenant: self._room(tenant, later=True) for tenant in names}
+        promised = [want for waits in self.waiting for want in waits.wants]
         growing: list[Growing] = []
+        wants: list[tuple[int, int]] = []
         need = 0
         for lease, tokens, reserve, upto in items:
             have = (len(lease.tokens) + len(tokens)) // TOKEN_BYTES + reserve
             if upto is not None:
                 have = min(have, upto)
             fresh = max(0, -(-have // self.page_size) - len(lease.table))
-            crowded = fresh > 0 and (need + fresh > model.num_free(DEVICE) or bool(self.waiting))
             error: type[SglcacheError] | None = None
             if self.extending(lease) or any(each.lease is lease and each.error is None for each in growing):
                 error = BadRequest
-            elif crowded and need + fresh > later:
+            elif fresh and not self._fits(rooms[lease.tenant], [*promised, *wants], lease.tenant, fresh):
                 error = NoSpace
             growing.append(Growing(lease, tokens, fresh, error))
             if error is None:
                 need += fresh
+                wants.append((lease.tenant, fresh))
         crowded = need > model.num_free(DEVICE) or (need > 0 and bool(self.waiting))
+        for tenant in names:
+            crowded = crowded or self._over(tenant, sum(fresh for whose, fresh in wants if whose == tenant))
+        now = 1 << 62 if self._all_fit_now(wants) else -1
 
         def then(result: Extended | SglcacheError | None) -> None:
             assert not isinstance(result, SglcacheError), f"{result!r}"
@@ -884,7 +980,7 @@ class Rig:
             if result is None:
                 self.waiting.append(Waits(request, growing=growing))
             else:
-                self._extended(growing, result.results, later)
+                self._extended(growing, result.results, {})
 
         sent = [Extension(lease.number, tokens, reserve, upto) for lease, tokens, reserve, upto in items]
         return self.turn(
@@ -921,15 +1017,67 @@ class Rig:
         """What is to be had may have to be copied first."""
         return self.config.write_policy.on_eviction and self.config.host_pages > 0
 
-    def _room_now(self, keep: Sequence[Page] = ()) -> int:
-        """Pages that can be had by eviction for who comes now, and keeps these."""
-        promised = sum(waits.num_fresh for waits in self.waiting)
-        model = self.model
-        return model.num_free(DEVICE) + len(set(model.evictable(DEVICE)) - set(keep)) - promised
+    def number(self, tenant: str | None) -> int:
+        return self.tenants.index(tenant) if tenant in self.tenants else 0
 
-    def _room_later(self, keep: Sequence[Page] = ()) -> int:
-        """And once the write-throughs that are under way are over."""
-        return self._room_now(keep) + self.model.in_copies(keep)
+    def _room(self, tenant: int, keep: Sequence[Page] = (), *, later: bool) -> tuple[int, int]:
+        """See Model.room."""
+        leaving = self.index.leaving() if self._writes_back and self.tenants else ()
+        return self.model.room(DEVICE, tenant, keep, leaving, later)
+
+    def _left(self, tenant: int, keep: Sequence[Page] = (), *, later: bool) -> int:
+        """Pages that can be had for who comes now, and keeps these, beside those that are promised; `later`: once the
+        write-throughs that are under way are over."""
+        room, headroom = self._room(tenant, keep, later=later)
+        promised = [want for waits in self.waiting for want in waits.wants]
+        mine = sum(fresh for whose, fresh in promised if whose == tenant)
+        return min(room - sum(fresh for _, fresh in promised), headroom - mine)
+
+    @staticmethod
+    def _fits(room: tuple[int, int], before: Sequence[tuple[int, int]], tenant: int, fresh: int) -> bool:
+        mine = sum(pages for whose, pages in before if whose == tenant)
+        return sum(pages for _, pages in before) + fresh <= room[0] and mine + fresh <= room[1]
+
+    def _all_fit_now(self, wants: Sequence[tuple[int, int]]) -> bool:
+        return all(
+            not fresh or self._fits(self._room(tenant, later=False), wants[:i], tenant, fresh)
+            for i, (tenant, fresh) in enumerate(wants)
+        )
+
+    def _over(self, tenant: int, fresh: int) -> bool:
+        """With so many more it would be above its ceiling."""
+        if not self.tenants or not fresh:
+            return False
+        ceiling = self.model.limits[tenant][DEVICE][1]
+        return ceiling is not None and self.model.charged(DEVICE, tenant) + fresh > ceiling
+
+    def set_tenant(self, name: str, **changes: int | None) -> SglcacheError | None:
+        """BadRequest, and nothing changed, exactly when floors or ceilings can't be so."""
+        model = self.model
+        fields = ("device_floor", "device_ceiling", "host_floor", "host_ceiling")
+        known = name in self.tenants
+        was = model.limits[self.tenants.index(name)] if known else ((0, None), (0, None))
+        now = dict(zip(fields, (*was[0], *was[1]), strict=True)) | changes
+        device, host = ((now[f"{tier}_floor"] or 0, now[f"{tier}_ceiling"]) for tier in ("device", "host"))
+        limits = list(model.limits)
+        if known:
+            limits[self.tenants.index(name)] = device, host
+        else:
+            limits.append((device, host))
+        may_be = model.limits_may_be(limits)
+
+        def then(result: SglcacheError | None) -> None:
+            assert isinstance(result, BadRequest) is not may_be, f"{result!r}"
+            if not may_be:
+                return
+            model.limits = limits
+            if not known:
+                self.tenants.append(name)
+            number = self.tenants.index(name)
+            for tier in (DEVICE, HOST):
+                model.most[tier, number] = model.charged(tier, number)
+
+        return self.turn(lambda: self.index.set_tenant(name, changes), then)
 
     @property
     def more(self) -> bool:
@@ -1239,6 +1387,8 @@ class Rig:
         assert not late, f"should have taken effect by now: {late}"
         self._check_waiting()
         self._check_counts()
+        if self.tenants:
+            self._check_tenants()
         self._check_memory()
         if self._checks:
             found = invariants.check(self.index)
@@ -1249,10 +1399,11 @@ class Rig:
         if not self.waiting:
             return
         first, model = self.waiting[0], self.model
-        now = model.num_free(DEVICE) + len(model.evictable(DEVICE))
-        first.least = min(first.least, now + model.in_copies())
+        for tenant, _ in first.wants:
+            now, before = self._room(tenant, later=True), first.least.get(tenant, (1 << 62, 1 << 62))
+            first.least[tenant] = min(now[0], before[0]), min(now[1], before[1])
         if not self.index.busy:
-            assert first.num_fresh > now or self._writes_back, f"{first} waits, and {now} pages can be had"
+            assert self._writes_back or not self._all_fit_now(first.wants), f"{first} waits, and there is room"
             assert any(copy.target == HOST for copy in model.copies.values()), f"{first} waits for nothing"
 
     def _check_counts(self) -> None:
@@ -1281,6 +1432,33 @@ class Rig:
         below = self.index.l3
         assert stats.num_copies == len(model.copies) + (below.num_busy if below is not None else 0)
         assert stats.num_waiting == len(self.waiting) + len(self.fetching)
+
+    def _check_tenants(self) -> None:
+        """Who pays for what, and that nobody is above its ceiling."""
+        model, index = self.model, self.index
+        assert index.tenants is not None
+        paid: tuple[dict[Page, int], dict[Page, int]] = ({}, {})
+        for node in index.tree.nodes():
+            pages = index.path(node)[-(node.num_bytes // index.page_bytes) :]
+            for tier, place in enumerate(index.tenants.place):
+                if node.cells[tier] is not None:
+                    paid[tier].update(dict.fromkeys(pages, node.cells[place]))
+        for tier in (DEVICE, HOST):
+            assert paid[tier] == model.payer[tier], (
+                f"tier {tier}: who pays is {paid[tier].items() - model.payer[tier].items()}, "
+                f"should be {model.payer[tier].items() - paid[tier].items()}"
+            )
+        model.check_ceilings()
+        for told in index.stats().tenants:
+            number, tier = self.tenants.index(told.tenant), int(told.tier)
+            assert (told.floor, told.ceiling) == model.limits[number][tier]
+            charged = model.charged(tier, number)
+            assert told.charged == charged, f"{told}; it pays for {charged} pages"
+            locked = sum(
+                payer == number and (page in model.holds[tier] or (tier == HOST and page in model.writing))
+                for page, payer in model.payer[tier].items()
+            )
+            assert told.locked == locked, f"{told}; {locked} of its pages are locked"
 
     def _check_memory(self) -> None:
         """Whatever is cached holds its bytes, and so does whatever a runner may still read (laws 8 and 10)."""
@@ -1390,7 +1568,7 @@ class Rig:
             if pin in self.model.pins:
                 self.unpin(self.runners[pin.session.number], pin.owner)
         self._quieten()
-        assert not self.index.backups.num_skipped, (
+        assert not self.index.backups.num_skipped or self.tenants, (
             "nothing is held, and yet what found no room on the host was not sent"
         )
         unanswered = [*self.waiting, *self.asked, *self.cancels]

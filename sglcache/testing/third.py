@@ -48,8 +48,10 @@ class WatchedL3(L3):
         self._note("let go", pages=self._path(storing.end))
         super()._stored(storing)
 
-    def want(self, namespace: Namespace, path: list[Node], tokens: bytes, waiter: Waiter | None) -> None:
-        super().want(namespace, path, tokens, waiter)
+    def want(
+        self, namespace: Namespace, path: list[Node], tokens: bytes, waiter: Waiter | None, tenant: int = 0
+    ) -> None:
+        super().want(namespace, path, tokens, waiter, tenant)
         prefetch = self.prefetches[-1]
         self._note("hold", tier=DEVICE, pages=self._path(prefetch.device_end))
         self._note("hold", pages=self._path(prefetch.host_end))
@@ -75,8 +77,8 @@ class WatchedL3(L3):
         if pages:
             self._note("adopt", pages=pages, slots=tuple(memoryview(slots).cast("i"))[: len(pages)])
 
-    def _give(self, slots: bytes) -> None:
-        super()._give(slots)
+    def _give(self, prefetch: Prefetch, slots: bytes) -> None:
+        super()._give(prefetch, slots)
         if slots:
             self._note("free", slots=tuple(memoryview(slots).cast("i")))
 
