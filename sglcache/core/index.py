@@ -1942,7 +1942,8 @@ class Index:
         """
         resource, tier = (0, c) if c < self.T else divmod(c, self.T)
         if tier == HOST and self.journal is not None:
-            self.journal.append(journal.entry(resource, self.tree.by_end[c], c, node, present))
+            payer = "" if self.tenants is None or resource else self.tenants.payer(HOST, node)
+            self.journal.append(journal.entry(resource, self.tree.by_end[c], c, node, present, payer))
         log = self.log
         if log is None or not self.telling:
             return

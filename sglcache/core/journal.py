@@ -10,6 +10,7 @@ page above is told of before it, and as absent after it.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from sglcache.core.key import Namespace
@@ -31,6 +32,7 @@ class Present(NamedTuple):
     owners: bytes
     tokens: bytes = b""  # of full KV: uint32 of the pages, and with bigram keys the one behind them
     namespace: Namespace | None = None  # of full KV, where the first is the first of its namespace
+    tenant: str = ""  # of full KV: who is charged with them; "": there are no tenants
 
 
 class Absent(NamedTuple):
@@ -47,8 +49,13 @@ class Cleared(NamedTuple):
 Entry: TypeAlias = Present | Absent | Cleared
 
 
-def entry(resource: int, by_end: bool, c: int, node: Node, present: bool) -> Entry:
-    """What is to be told when the node's cell `c`, on the host, came or is about to go."""
+def key_of(tenant: str) -> int:
+    """What a row has of a tenant's name: 64 bits, 0 for none."""
+    return int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=8).digest(), "little") if tenant else 0
+
+
+def entry(resource: int, by_end: bool, c: int, node: Node, present: bool, tenant: str) -> Entry:
+    """What is to be told when the node's cell `c`, on the host, came or is about to go. `tenant`: who pays for it."""
     slots: bytes = node.cells[c]
     if not present:
         return Absent(resource, slots)
@@ -58,5 +65,5 @@ def entry(resource: int, by_end: bool, c: int, node: Node, present: bool) -> Ent
     parent = node.parent
     assert parent is not None
     if parent.parent is None:
-        return Present(0, slots, b"", node.key, node.space.namespace)
-    return Present(0, slots, parent.cells[HOST][-SLOT_BYTES:], node.key)
+        return Present(0, slots, b"", node.key, node.space.namespace, tenant)
+    return Present(0, slots, parent.cells[HOST][-SLOT_BYTES:], node.key, None, tenant)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.core.journal import HOST
+from sglcache.core.journal import HOST, key_of
 from sglcache.core.key import Namespace
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Survivors(NamedTuple):
     full: Rows
     tokens: npt.NDArray[np.uint32]  # [n, tokens of a page and, with bigram keys, the one behind it], as `full`
     namespaces: Mapping[int, Namespace]  # by slot, of the first pages of namespaces
+    tenants: npt.NDArray[np.uint64]  # `journal.key_of` who is charged with each, as `full`
     companions: Sequence[Rows] = ()
 
 
@@ -92,6 +93,7 @@ class _Plan(NamedTuple):
     parents: Ints  # the place of the page above, or -1
     tokens: npt.NDArray[np.uint32]
     starts: list[int]  # where runs begin, and the end of the last
+    tenants: npt.NDArray[np.uint64]
     companions: list[Ints]  # of each: the slot, or -1
     namespaces: Mapping[int, Namespace]
 
@@ -127,6 +129,7 @@ def _plan(index: Index, survivors: Survivors) -> _Plan:
     place = np.full(num_slots + 1, -1, np.int64)
     place[slots] = np.arange(count)
 
+    tenants = survivors.tenants[order][good]
     companions: list[Ints] = []
     cut = np.zeros(count, bool)  # a run begins here
     for number, held in enumerate(survivors.companions, 1):
@@ -147,10 +150,10 @@ def _plan(index: Index, survivors: Survivors) -> _Plan:
     kids = np.bincount(parents[parents >= 0], minlength=count)
     if count:
         cut[0] = True
-        cut[1:] |= (parents[1:] != np.arange(count - 1)) | (kids[:-1] != 1)
+        cut[1:] |= (parents[1:] != np.arange(count - 1)) | (kids[:-1] != 1) | (tenants[1:] != tenants[:-1])
     starts = [*np.flatnonzero(cut).tolist(), count]
     tokens = survivors.tokens[order][good]
-    return _Plan(slots, parents, tokens, starts, companions, survivors.namespaces)
+    return _Plan(slots, parents, tokens, starts, tenants, companions, survivors.namespaces)
 
 
 def _grow(index: Index, plan: _Plan) -> tuple[list[Node], Restored]:
@@ -162,6 +165,7 @@ def _grow(index: Index, plan: _Plan) -> tuple[list[Node], Restored]:
     kept = np.zeros(len(slots), bool)
     companions = [mine.astype("<i4") for mine in plan.companions]
     parents = plan.parents
+    payers = {} if index.tenants is None else {key_of(name): name for name in index.tenants.names}
     for start, stop in zip(plan.starts, plan.starts[1:], strict=False):
         if parents[start] >= 0:
             parent = at_end.get(int(parents[start]))
@@ -175,6 +179,9 @@ def _grow(index: Index, plan: _Plan) -> tuple[list[Node], Restored]:
             continue
         node = tree.add(parent, text)
         node.cells[HOST] = slots[start:stop].tobytes()
+        if index.tenants is not None:
+            payer = payers.get(int(plan.tenants[start]))
+            index.tenants.belongs([node], HOST, index.tenants.number(payer))
         for number, mine in enumerate(companions, 1):
             c = number * index.T + HOST
             run = mine[stop - 1 : stop] if tree.by_end[c] else mine[start:stop]

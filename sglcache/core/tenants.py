@@ -163,6 +163,11 @@ class Tenants:
 
     # -- who pays ---------------------------------------------------------------------------------------------------
 
+    def payer(self, tier: int, node: Node) -> str:
+        """Who is charged with the node's pages on this tier."""
+        number: int = node.cells[self.place[tier]]
+        return self.names[number]
+
     def belongs(self, nodes: Iterable[Node], tier: int, number: int) -> None:
         """Cells that have just been put, and are not locked yet, are this tenant's."""
         place = self.place[tier]

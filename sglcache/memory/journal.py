@@ -6,7 +6,7 @@ nothing is flushed, since the death of a process loses no store that it made, an
 pages along.
 
     page 0              head: what the rows are rows of, and which sequences count
-    rows of full KV     [slots of the host] sequences; then check, owner's sequence, owner, name, tokens
+    rows of full KV     [slots of the host] sequences; then check, owner's sequence, tenant, owner, name, tokens
     rows of companions  [slots] sequences; then check, owner's sequence, owner
     names               [chunks] of namespaces: sequences; then check, next, size, bytes
 
@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.core.journal import Absent, Cleared, Entry, Present
+from sglcache.core.journal import Absent, Cleared, Entry, Present, key_of
 from sglcache.core.key import Namespace
 from sglcache.core.restore import NOBODY, Restored, Rows, Survivors
 from sglcache.memory.journal_form import CHUNK_BYTES, HEAD_BYTES, SEQ_BYTES, Shape
@@ -58,6 +58,7 @@ def _page_row(span: int) -> np.dtype[Any]:
         [
             ("check", "<u8"),
             ("owner_seq", "<u8"),
+            ("tenant", "<u8"),
             ("owner", "<i4"),
             ("name", "<i4"),
             ("tokens", "<u4", (span + span % 2,)),  # rows are whole words of eight bytes
@@ -132,6 +133,7 @@ class Journal:
         self._floor = 0  # rows up to this number are none
         self.num_rows = 0  # written in this life
         self.num_unnamed = 0  # pages left out, since their namespace found no place
+        self._tenants: dict[str, int] = {}  # by name
         self._refs: dict[Namespace, list[int]] = {}  # first chunk, its sequence, rows that name it
         self._named: dict[int, Namespace] = {}  # by slot
         self._chunks: list[int] = []  # given back
@@ -180,6 +182,7 @@ class Journal:
             _rows(full, places),
             np.ascontiguousarray(full.rows["tokens"][places, : self.shape.span]),
             namespaces,
+            full.rows["tenant"][places],
             [_rows(table, places) for table, places in tables[1:]],
         )
 
@@ -314,6 +317,8 @@ class Journal:
             if span > size:  # bigram: the one behind is the first of the next page
                 tokens[at : stop - 1, size] = tokens[at + 1 : stop, 0]
                 tokens[stop - 1, size] = run[-1]
+            if each.tenant:
+                rows["tenant"][at:stop] = self._tenant(each.tenant)
             if each.owners:
                 above = int.from_bytes(each.owners, "little")
                 owners[at] = above
@@ -331,6 +336,12 @@ class Journal:
         if left_out:
             self.num_unnamed += len(left_out)
             table.clear(slots[left_out])
+
+    def _tenant(self, name: str) -> int:
+        key = self._tenants.get(name)
+        if key is None:
+            key = self._tenants[name] = key_of(name)
+        return key
 
     def _clear(self, absent: Absent) -> None:
         slots = np.frombuffer(absent.slots, "<i4")

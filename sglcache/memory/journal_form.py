@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 HEAD_BYTES = 4096
 SEQ_BYTES = 8
-PAGE_ROW_BYTES = 24  # and its tokens, an even number of them: rows are whole words of eight bytes
+PAGE_ROW_BYTES = 32  # and its tokens, an even number of them: rows are whole words of eight bytes
 COMPANION_ROW_BYTES = 24
 CHUNK_BYTES = 40  # of a name
 NAME_ROW_BYTES = 16 + CHUNK_BYTES

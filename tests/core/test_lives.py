@@ -9,14 +9,18 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sglcache.core import restore
+from sglcache.core import effects, invariants, restore
+from sglcache.core.effects import Copy
+from sglcache.core.index import Index, IndexConfig
 from sglcache.core.journal import Present
-from sglcache.core.key import ROOT, Namespace
+from sglcache.core.key import ROOT, Namespace, pack
+from sglcache.core.tenants import Limits
 from sglcache.memory import journal, journal_form
 from sglcache.memory.journal import Journal
 from sglcache.memory.journal_form import Shape
@@ -24,6 +28,7 @@ from sglcache.testing import lives
 from sglcache.testing.hybrid_programs import Program, settings
 from sglcache.testing.lives import Lives, map_new, run
 from sglcache.testing.programs import SeededChooser
+from sglcache.units import Tier
 
 DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
 
@@ -270,3 +275,40 @@ def test_what_was_written_for_something_else_is_not_taken(what: str) -> None:
     last = Journal(region, again.shape, b"two" if what == "identity" else b"one").load()
     assert last is not None
     assert last.full.slots.tolist() == [3]
+
+
+def test_who_pays_for_a_page_on_the_host_is_told_to_the_next_life() -> None:
+    """And where that tenant is no longer one, the default pays."""
+    limits = {"a": Limits(host_floor=2), "b": Limits(host_ceiling=20)}
+    config = IndexConfig(page_size=1, num_pages=64, host_pages=64, tenants=limits, journal=True, events=False)
+    index, shape = Index(config), Shape(1, [64])
+    region = map_new(shape.num_bytes)
+    book = Journal(region, shape, b"")
+    book.load()
+    session = index.open_session()
+    for ticket, (tenant, tokens) in enumerate([("a", [1, 2, 3]), ("b", [1, 2, 4, 5]), (None, [1, 9]), ("b", [7])], 1):
+        grant = index.acquire(session, ticket, pack(tokens), tenant=tenant)
+        assert grant is not None
+        index.commit(session, ticket, grant.lease, ticket)
+        index.event_done(session, ticket)
+        for effect in index.drain():
+            if isinstance(effect, Copy):
+                index.copy_done(effect.ticket)
+            elif isinstance(effect, effects.Journal):
+                book.note(effect.entries)
+    for effect in index.drain():
+        assert isinstance(effect, effects.Journal)
+        book.note(effect.entries)
+
+    def charged(index: Index) -> dict[str, int]:
+        assert index.tenants is not None
+        return {each.tenant: each.charged for each in index.tenants.stats() if each.tier is Tier.HOST}
+
+    assert charged(index) == {"default": 1, "a": 3, "b": 3}
+    survivors = Journal(region, shape, b"").load()
+    assert survivors is not None
+    for tenants, want in ((limits, {"default": 1, "a": 3, "b": 3}), ({"a": Limits()}, {"default": 4, "a": 3})):
+        again = Index(replace(config, tenants=tenants))
+        restore.restore(again, survivors)
+        assert charged(again) == want
+        assert invariants.check(again) == []
