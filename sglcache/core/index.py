@@ -1538,11 +1538,11 @@ class Index:
         if self.tenants is not None:
             if self.tenants.short(wants) or not self.tenants.make_room(wants):
                 return False
-            return self.companions is None or self.companions.make_room(more)
-        pool = self.pools[DEVICE]
-        ((_, num_pages),) = wants
-        if num_pages > pool.free + pool.evictable or not self.evict(DEVICE, num_pages):
-            return False
+        else:
+            pool = self.pools[DEVICE]
+            ((_, num_pages),) = wants
+            if num_pages > pool.free + pool.evictable or not self.evict(DEVICE, num_pages):
+                return False
         return self.companions is None or self.companions.make_room(more)
 
     def _serve_waiting(self) -> None:
