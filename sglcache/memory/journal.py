@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +35,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.core.journal import Absent, Cleared, Entry, Present, key_of
+from sglcache.core.journal import HOST, Absent, Cleared, Entry, Present, key_of
 from sglcache.core.key import Namespace
 from sglcache.core.restore import NOBODY, Restored, Rows, Survivors
 from sglcache.memory.journal_form import CHUNK_BYTES, HEAD_BYTES, SEQ_BYTES, Shape
 
 if TYPE_CHECKING:
+    from sglcache.core.index import Index
+    from sglcache.core.tree import Node
     from sglcache.memory.mapping import Region
 
 logger = logging.getLogger("sglcache.journal")
@@ -394,6 +396,17 @@ class Journal:
         rows = _rows(table, slots.astype(np.int64))
         return rows._replace(seqs=np.where(right, rows.seqs, np.uint64(0)))
 
+    def tokens_at(self, slots: npt.NDArray[Any]) -> bytes:
+        """The tokens of these pages, joined as a run is."""
+        tokens = self._tables[0].rows["tokens"][slots]
+        size = self.shape.span - self.shape.over
+        run: bytes = tokens[:, :size].tobytes() + tokens[-1, size : self.shape.span].tobytes()
+        return run
+
+    def name_at(self, slot: int) -> Namespace | None:
+        """The namespace of which this slot's page is the first."""
+        return self._named.get(slot)
+
     def num_held(self, resource: int) -> int:
         """Slots with a row."""
         return int((self._tables[resource].seqs > self._floor).sum())
@@ -416,3 +429,57 @@ def _rows(table: _Table, places: npt.NDArray[np.int64]) -> Rows:
 
 _encode_name = msgspec.msgpack.Encoder().encode
 _decode_name = msgspec.msgpack.Decoder(tuple[str | None, str | None, str | None]).decode
+
+
+def slices(index: Index, book: Journal, found: list[str], max_nodes: int = 1000) -> Iterator[None]:
+    """Hold the journal against the index in slices of `max_nodes`: every page that is on the host has its row and no
+    other slot has one. What is wrong is appended, in words. Void if `index.revision` changed meanwhile.
+
+    Of an index of which all that is to be noted was noted.
+    """
+    tree = index.tree
+    told = [0] * len(book.shape.num_slots)
+    seqs: dict[Node, int] = {}  # of each node's last page; 0: it has no place in the journal
+    for number, node in enumerate(tree.nodes(), 1):
+        parent = node.parent
+        assert parent is not None
+        run = node.cells[HOST]
+        if run is None or node.writing >> HOST & 1:
+            continue
+        slots = np.frombuffer(run, "<i4")
+        rows = book.rows_of(0, slots)
+        if parent.parent is None:
+            above, above_seq = NOBODY, int(rows.owner_seqs[0])
+            if not rows.seqs[0] and book.num_unnamed:
+                seqs[node] = 0
+                continue
+            if book.name_at(int(slots[0])) != node.space.namespace:
+                found.append(f"{node!r}: the journal has it in another namespace")
+        else:
+            above, above_seq = int(np.frombuffer(parent.cells[HOST], "<i4")[-1]), seqs.get(parent, -1)
+            if not above_seq:
+                seqs[node] = 0
+                continue
+        seqs[node] = int(rows.seqs[-1])
+        told[0] += len(slots)
+        right = rows.seqs > 0
+        right &= rows.owners == np.concatenate(([above], slots[:-1]))
+        right &= rows.owner_seqs == np.concatenate((np.array([above_seq], np.uint64), rows.seqs[:-1]))
+        if not right.all() or book.tokens_at(slots) != node.key:
+            found.append(f"{node!r}: the journal has not what its host slots {slots[~right][:8].tolist()} hold")
+        for resource in range(1, len(told)):
+            c = resource * index.T + HOST
+            if node.cells[c] is None or node.writing >> c & 1:
+                continue
+            held = np.frombuffer(node.cells[c], "<i4")
+            told[resource] += len(held)
+            owners = slots[-1:] if tree.by_end[c] else slots
+            rows_ = book.rows_of(resource, held)
+            wrong = (rows_.seqs == 0) | (rows_.owners != owners) | (rows_.owner_seqs != rows.seqs[-len(owners) :])
+            if wrong.any():
+                found.append(f"{node!r}: the journal has not what its slots {held[wrong][:8].tolist()} of {c} hold")
+        if number % max_nodes == 0:
+            yield
+    for resource, count in enumerate(told):
+        if (rows_held := book.num_held(resource)) != count and not book.num_unnamed:
+            found.append(f"the journal has {rows_held} rows of resource {resource}, and {count} slots hold something")

@@ -24,6 +24,7 @@ class Shape(NamedTuple):
     span: int  # tokens of a page and, with bigram keys, the one behind it
     num_slots: Sequence[int]  # of the host pools: full KV's, then each companion's
     by_end: Sequence[bool] = (False,)  # likewise
+    over: int = 0  # of the span, the tokens behind the page: 1 with bigram keys
 
     @classmethod
     def of(cls, page_size: int, bigram: bool, forms: Sequence[Form]) -> Shape:
@@ -31,7 +32,10 @@ class Shape(NamedTuple):
         from sglcache.memory.geometry import StateGeometry
 
         return cls(
-            page_size + bigram, [form.host_pages for form in forms], [isinstance(form, StateGeometry) for form in forms]
+            page_size + bigram,
+            [form.host_pages for form in forms],
+            [isinstance(form, StateGeometry) for form in forms],
+            int(bigram),
         )
 
     @property

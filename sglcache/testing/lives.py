@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglcache.core.effects import Journal as JournalEffect
 from sglcache.core.restore import restore
-from sglcache.memory.journal import Journal
+from sglcache.memory.journal import Journal, slices
 from sglcache.memory.journal_form import Shape
 from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.testing.hybrid import Hybrid
@@ -61,6 +61,13 @@ class Lives(Hybrid):
     def noted(self, effect: JournalEffect) -> None:
         self.journal.note(effect.entries)
 
+    def check(self) -> None:
+        super().check()
+        found: list[str] = []
+        for _ in slices(self.index, self.journal, found):
+            pass
+        assert not found, "\n".join(found)
+
     def killed(self, last: Callable[[], Any] | None = None) -> None:
         """The process is killed: after this command, whose effects nobody drained."""
         if last is not None:
@@ -96,7 +103,7 @@ class Lives(Hybrid):
 def shape_of(world: Hybrid) -> Shape:
     over = 1 if world.config.bigram else 0
     counts = [kind.total[HOST] for kind in world.kinds]
-    return Shape(world.page_size + over, counts, [kind.by_end for kind in world.kinds])
+    return Shape(world.page_size + over, counts, [kind.by_end for kind in world.kinds], over)
 
 
 def map_new(num_bytes: int) -> Region:

@@ -312,3 +312,37 @@ def test_who_pays_for_a_page_on_the_host_is_told_to_the_next_life() -> None:
         restore.restore(again, survivors)
         assert charged(again) == want
         assert invariants.check(again) == []
+
+
+def test_a_journal_that_is_not_what_the_index_holds_is_found_out() -> None:
+    """Whatever of a row is wrong, or is too much."""
+    for seed in range(40):
+        choose = SeededChooser(seed)
+        program = Program(Lives(proof=False, **settings(choose, kind="unified", tiers=2)))
+        program.open(choose)
+        while not any(program.world.seen.ready[program.world.cell(r, 1)] for r in (0, 1, 2)):
+            program.step(choose)
+        world = program.world
+        assert isinstance(world, Lives)
+        words = np.frombuffer(memoryview(world.region), "<u8")
+        used = np.flatnonzero(words)
+        place = random.Random(seed).choice(used[used >= journal_form.HEAD_BYTES // 8].tolist())
+        words[place] ^= np.uint64(1) << np.uint64(seed)
+        found: list[str] = []
+        for _ in journal.slices(world.index, world.journal, found):
+            pass
+        assert bool(found) is _counts(world, place), f"word {place}, seed {seed}: {found}"
+
+
+def _counts(world: Lives, place: int) -> bool:
+    """Whether the word belongs to a row that is there; of names the book has its own memory until its next life."""
+    at = journal_form.HEAD_BYTES
+    for number, (count, size) in enumerate(world.journal.shape.tables):
+        seqs, rows, stop = at, at + 8 * count, at + count * (8 + size)
+        if seqs <= 8 * place < rows:
+            return number < 3
+        if rows <= 8 * place < stop:
+            slot = (8 * place - rows) // size
+            return number < 3 and world.journal.seq_of(number, slot) > 0
+        at = stop
+    return False
