@@ -50,7 +50,7 @@ bench: $(STAMP) ## every benchmark; TRACE=FILE for the index's, ARGS="rpc --help
 ifneq ($(ARGS),)
 	@$(BIN)/sglcache bench $(ARGS)
 else
-	@set -e; for what in start rpc memory stall copy tiers runner; do echo "== $$what"; $(BIN)/sglcache bench $$what; done
+	@set -e; for what in start rpc death memory stall copy tiers runner; do echo "== $$what"; $(BIN)/sglcache bench $$what; done
 ifneq ($(TRACE),)
 	@set -e; for page in 64 16 1; do for events in "" --events; do echo "== index, page $$page $$events"; \
 		$(BIN)/sglcache bench index --trace '$(TRACE)' --limit 600 --page-size $$page $$events; done; done

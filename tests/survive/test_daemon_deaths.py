@@ -203,7 +203,7 @@ def test_a_scheduler_and_its_workers_come_back_with_a_new_token(served: Daemon) 
 def test_a_session_that_was_ended_while_the_daemon_lives_is_left_and_followed_by_another(
     served: Daemon, client: Client
 ) -> None:
-    lease = client.acquire(TOKENS)
+    lease = client.acquire(range(90_000, 90_064))  # of which nothing outlives any life
     epoch = client.epoch
     with served.admin() as admin:
         [session] = admin.status()["sessions"]
