@@ -31,7 +31,7 @@ FIELDS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     "BlockRemoved": ("block_hashes", "medium"),
 }
-BAD_BATCH = (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError)
+BAD_BATCH = (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 Message = tuple[int, bytes, bool]  # number, payload, whether it was replayed
 
 
@@ -197,6 +197,9 @@ class Stream:
                 frames = dealer.recv_multipart()
                 if frames[-2:] == [END_SEQ, b""]:
                     return
+                if len(frames) < 3 or len(frames[-2]) != 8:
+                    shout(f"NOT A BATCH: {len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+                    continue
                 seq = int.from_bytes(frames[-2], "big")  # with or without a topic before it
                 if start and first and _starts_anew(frames[-1]):
                     why = "of this life" if restart else "what is missing can't be had any more;"
@@ -249,13 +252,28 @@ def show(args: argparse.Namespace, message: Message) -> list[dict[str, Any]]:
             line = {"seq": seq, "ts": ts, "rank": rank, "replayed": replayed, **event}
             print(json.dumps(line, default=repr), flush=True)
     else:
-        clock = time.strftime("%H:%M:%S", time.localtime(ts)) + f".{int(ts % 1 * 1000):03d}"
+        try:
+            clock = time.strftime("%H:%M:%S", time.localtime(ts)) + f".{int(ts % 1 * 1000):03d}"
+        except (OverflowError, OSError) as error:
+            raise ValueError(f"{ts!r} is no time") from error
         head = f"{clock}  #{seq}  rank {rank}{'  replayed' if replayed else ''}"
         if not events and args.heartbeats:
             print(f"{head}  heartbeat", flush=True)
         for event in events:
             print(f"{head}  {describe(event)}", flush=True)
     return events
+
+
+def read(args: argparse.Namespace, message: Message, seen: Seen) -> int | None:
+    """Print one batch, and have `seen` take it in: how many events. None, and a shout: that is no batch."""
+    try:
+        events = show(args, message)
+        for event in events:
+            seen.take(event)
+    except BAD_BATCH as error:
+        shout(f"BAD BATCH #{message[0]}: {error!r}")
+        return None
+    return len(events)
 
 
 def main() -> int:
@@ -296,14 +314,7 @@ def main() -> int:
     stream = Stream(args.endpoint, args.replay_endpoint, args.topic, curve)
     try:
         for message in stream.messages(args.check, deadline):
-            try:
-                events = show(args, message)
-            except BAD_BATCH as error:
-                shout(f"BAD BATCH #{message[0]}: {error!r}")
-                continue
-            for event in events:
-                seen.take(event)
-            count += len(events)
+            count += read(args, message, seen) or 0
             if (args.check and not seen.missing) or (args.limit is not None and count >= args.limit):
                 break
     except KeyboardInterrupt:

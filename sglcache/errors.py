@@ -32,7 +32,7 @@ class SglcacheError(Exception):
 
     code: ClassVar[str] = "error"
 
-    def __init__(self, message: str, **facts: Any) -> None:
+    def __init__(self, message: str, /, **facts: Any) -> None:
         super().__init__(message)
         self.message = message
         self.facts = facts

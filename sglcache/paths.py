@@ -38,7 +38,7 @@ def state_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def socket_path(offset: int = 0, environ: Mapping[str, str] = os.environ) -> Path:
-    """The control socket of the rank at `offset`, by the rule above."""
+    """The control socket of the rank at `offset`, by the rule above. ConfigError: a folder is named."""
     if path := environ.get("SGLCACHE_SOCKET"):
         return beside(Path(path), offset)
     return runtime_dir(environ) / f"rank-{offset}.sock"
@@ -46,12 +46,18 @@ def socket_path(offset: int = 0, environ: Mapping[str, str] = os.environ) -> Pat
 
 def beside(socket: Path, offset: int) -> Path:
     """The control socket of the rank at `offset` where rank 0's is `socket`: as with an ipc:// endpoint."""
-    return socket.with_name(f"{socket.name}-{offset}") if offset else socket
+    return _checked(socket).with_name(f"{socket.name}-{offset}") if offset else _checked(socket)
+
+
+def _checked(socket: Path) -> Path:
+    if not socket.name or socket.name == "..":
+        raise ConfigError(f"{str(socket)!r} is a folder; name a socket in it", path="control.socket")
+    return socket
 
 
 def supervisor_path(socket: Path) -> Path:
     """Where the supervisor answers HTTP whose first rank has this control socket."""
-    return socket.with_name(f"{socket.name}.http")
+    return _checked(socket).with_name(f"{socket.name}.http")
 
 
 def supervisors(socket: Path | None = None, environ: Mapping[str, str] = os.environ) -> list[Path]:

@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": BOTTOM | MIDDLE | {"core", "client", "paths", "ranks"},
     "integrations": BOTTOM | {"client", "core", "paths"},
     "bench": BOTTOM | MIDDLE | {"core", "client", "integrations", "paths", "ranks", "server", "testing"},
+    "fuzzing": BOTTOM | MIDDLE | {"bench", "client", "core", "paths", "server", "testing"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "ranks", "server", "bench"},
     "commands": BOTTOM | {"cli", "client", "memory", "net", "paths", "ranks", "server"},
@@ -59,7 +60,7 @@ PURE = {
 HOME = {
     "torch": {"memory", "client", "testing", "bench", "integrations", "demo"},
     "transformers": {"integrations", "bench", "demo"},
-    "zmq": {"net", "client", "testing", "bench"},
+    "zmq": {"net", "client", "testing", "bench", "fuzzing"},
     "aiohttp": {"server"},
     "prometheus_client": {"server"},
     "uvloop": {"server", "bench"},

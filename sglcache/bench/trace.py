@@ -10,6 +10,7 @@ The file is read line by line, and a bounded number of blocks is remembered: mem
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from sglcache.errors import ConfigError
 BLOCK = 512  # tokens
 VOCAB = 128_000
 MAX_LINE = 16 << 20  # bytes
+MAX_TOKENS = 4 << 20  # of a prompt: what a frame of the control socket takes
 KEPT_BLOCKS = 8192  # 16 MiB
 
 Blocks = OrderedDict[int, npt.NDArray[np.uint32]]
@@ -60,9 +62,13 @@ def records(path: Path | str, limit: int | None = None) -> Iterator[Record]:
                     raise _bad(path, number, f"longer than {MAX_LINE} bytes")
                 try:
                     record = decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
                     raise _bad(path, number, str(exc)) from None
                 named = len(record.hash_ids) * BLOCK
+                if record.input_length > MAX_TOKENS:
+                    raise _bad(path, number, f"input_length {record.input_length}; at most {MAX_TOKENS} are taken")
+                if not math.isfinite(record.timestamp):
+                    raise _bad(path, number, f"timestamp {record.timestamp} is no time")
                 if record.input_length > named:
                     raise _bad(path, number, f"input_length {record.input_length}, but hash_ids name {named} tokens")
                 yield record

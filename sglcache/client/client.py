@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from sglcache import paths
 from sglcache.client.companions import StatePool, WindowPool
-from sglcache.client.connection import Connection, Pending, Request
+from sglcache.client.connection import UNFIT, Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
 from sglcache.client.shares import KINDS, StateShare, WindowShare
 from sglcache.core.key import pack
@@ -50,6 +50,7 @@ from sglcache.errors import (
     Changed,
     ClosedError,
     ConfigError,
+    ProtocolError,
     SglcacheError,
     Unavailable,
     with_article,
@@ -217,6 +218,9 @@ class Member:
         fd, doorbell = fds.pop(at), fds.pop(at)
         try:
             return LoadRingReader(fd, doorbell, welcome.num_load_slots, self.geometry.load_layers)
+        except BaseException:
+            os.close(doorbell)
+            raise
         finally:
             os.close(fd)
 
@@ -310,7 +314,11 @@ class Member:
         with connection.lock:
             connection.pull()  # raises if it is at its end, though nobody has noticed yet
             if resource not in self._pools:
-                self._pools[resource] = [view(handle, connection.fds[handle.fd_index]) for handle in handles]
+                fds = connection.fds
+                for handle in handles:
+                    if not 0 <= handle.fd_index < len(fds):
+                        raise ProtocolError(f"a pool is to be descriptor {handle.fd_index} of {len(fds)}")
+                self._pools[resource] = [view(handle, fds[handle.fd_index]) for handle in handles]
             return self._pools[resource]
 
     def _reattach(self, hello: control.Hello, timeout_s: float) -> bool:
@@ -372,11 +380,19 @@ class Member:
         return (0, 0) if self._ring is None else self._ring.record_unrung()
 
     def _call(self, command: Request) -> dict[str, Any]:
+        return self._ask(command, lambda facts: facts)
+
+    def _ask(self, command: Request, take: Callable[[dict[str, Any]], T]) -> T:
+        """Send, wait, and make of the answer's facts what `take` does. With the lock held."""
         connection = self._connection
         connection.send(command)
         answer = connection.wait(command.request)
-        assert isinstance(answer, control.Done), f"{command} was answered {answer}"
-        return answer.facts
+        if not isinstance(answer, control.Done):
+            raise connection.unfit(answer)
+        try:
+            return take(answer.facts)
+        except UNFIT as exc:
+            raise connection.unfit(answer) from exc
 
     def _let_go(self, why: str) -> None:
         self._connection.close(why)
@@ -591,19 +607,20 @@ class Client(Member):
             raise BadRequest(f"ttl_s={ttl_s}: more than 0 and at most {control.MAX_TTL_S:g} seconds", argument="ttl_s")
         with self._connection.lock:
             command = control.Pin(self._connection.number(), packed, owner, seconds, lora, extra_key, cache_salt)
-            return int(self._call(command)["pinned_tokens"])
+            return self._ask(command, lambda facts: int(facts["pinned_tokens"]))
 
     def unpin(self, owner: str) -> int:
         """Let go of all that this client pinned in the name of `owner`; its pages. Of nothing is no error."""
         _checked({"owner": owner})
         with self._connection.lock:
-            return int(self._call(control.Unpin(self._connection.number(), owner))["pages"])
+            command = control.Unpin(self._connection.number(), owner)
+            return self._ask(command, lambda facts: int(facts["pages"]))
 
     def clear(self, tier: Tier | str | None = None) -> dict[str, int]:
         """Drop every cached page of a tier, or of all; the pages by tier. Busy: something live holds it."""
         with self._connection.lock:
-            facts = self._call(control.Clear(self._connection.number(), _tier(tier)))
-        return dict(facts["pages"])
+            command = control.Clear(self._connection.number(), _tier(tier))
+            return self._ask(command, lambda facts: dict(facts["pages"]))
 
     def status(self, prove: bool = False) -> dict[str, Any]:
         """What the daemon holds, for whom. With `prove`, `violations` is what is wrong with its books."""
@@ -613,9 +630,7 @@ class Client(Member):
     def dump(self, tier: Tier | str) -> Dump:
         """Every block hash in a tier. Changed: the cache was too busy for that; try again."""
         with self._connection.lock:
-            facts = self._call(control.Dump(self._connection.number(), _tier(tier) or ""))
-        hashes = np.frombuffer(facts["hashes"], "<i8").tolist()
-        return Dump(Tier[facts["tier"]], facts["seq"], hashes)
+            return self._ask(control.Dump(self._connection.number(), _tier(tier) or ""), _dump)
 
     def digest(self) -> dict[str, Any]:
         """What who has read every batch up to number `seq` must have: `tiers` is, by tier, the number of blocks and the
@@ -929,6 +944,10 @@ def _extension(each: object) -> Extension:
             f"{_shown(each)} in a batch: (lease, tokens, reserve, upto, states) is needed, all but the lease optional",
             argument="batch",
         ) from exc
+
+
+def _dump(facts: dict[str, Any]) -> Dump:
+    return Dump(Tier[facts["tier"]], facts["seq"], np.frombuffer(facts["hashes"], "<i8").tolist())
 
 
 def _peeked(answer: control.Done) -> Peeked:

@@ -39,6 +39,8 @@ HELLO_TIMEOUT_S = 10.0
 RECV_BYTES = 1 << 16
 SPIN_S = 50e-6
 MAX_RESTS = 1 << 10
+MAX_ANSWER = 1 << 30  # bytes: more than a dump of the largest index there is
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 Request: TypeAlias = (
@@ -60,6 +62,8 @@ Request: TypeAlias = (
     | control.EvictSession
     | control.Bye
 )
+UNFIT = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What taking an answer apart raises where it is not what the request's answer must be."""
 Answer: TypeAlias = control.Granted | control.Extended | control.CommitDone | control.Done
 T = TypeVar("T")
 
@@ -114,7 +118,10 @@ class Pending(Generic[T]):
                 connection.forget(self)
                 if type(answer) is control.Failure:
                     raise SglcacheError.from_code(answer.code, answer.message, answer.facts)
-                self._result = self._finish(answer)
+                try:
+                    self._result = self._finish(answer)
+                except UNFIT as exc:
+                    raise connection.unfit(answer) from exc
                 self.finished = True
             return cast(T, self._result)
 
@@ -122,7 +129,10 @@ class Pending(Generic[T]):
         """The connection's: here is your answer. With its lock held."""
         self._answer = answer
         if self._hear is not None and type(answer) is not control.Failure:
-            self._hear(self, answer)
+            try:
+                self._hear(self, answer)
+            except UNFIT as exc:
+                raise self._connection.unfit(answer) from exc
 
     def __repr__(self) -> str:
         ticket = "" if self.ticket is None else f", ticket {self.ticket}"
@@ -211,6 +221,10 @@ class Connection:
             raise SglcacheError.from_code(answer.code, answer.message, answer.facts)
         return answer  # type: ignore[return-value]
 
+    def unfit(self, answer: Answer | control.Failure) -> ProtocolError:
+        """The answer is of another command, or has not what it should have: nothing of the daemon can be relied on."""
+        return self._nonsense(f"a {type(answer).__name__} that does not fit request {answer.request}")
+
     def ignore(self, request: int) -> None:
         """Its answer will not be waited for. With the lock held."""
         self._ignored.add(request)
@@ -295,7 +309,7 @@ class Connection:
             raise Unavailable(f"the daemon at {self.path} did not answer within {HELLO_TIMEOUT_S:g} s") from None
         except OSError as exc:
             raise Unavailable(f"the daemon at {self.path} went away: {exc}") from exc
-        except msgspec.DecodeError as exc:
+        except DECODE_ERRORS as exc:
             raise ProtocolError(f"{self.path} is no sglcache socket: {exc}") from None
         if isinstance(first, control.Refusal):
             raise SglcacheError.from_code(first.code, first.message, first.facts)
@@ -369,6 +383,8 @@ class Connection:
         while len(data) < HEADER:
             data = self._rest = data + self._receive()
         stop = HEADER + int.from_bytes(data[:HEADER], "big")
+        if stop > HEADER + MAX_ANSWER:
+            raise self._nonsense(f"an answer of {stop - HEADER} bytes; at most {MAX_ANSWER} are taken")
         if len(data) < stop:
             parts = [data]
             have = len(data)
@@ -381,9 +397,13 @@ class Connection:
         self._rest = data[stop:]
         try:
             return _decode(data[HEADER:stop])
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            self._error = ProtocolError(f"the daemon sent what is no answer: {exc}")
-            raise self._error from None
+        except DECODE_ERRORS as exc:
+            raise self._nonsense(f"what is no answer: {exc}") from None
+
+    def _nonsense(self, what: str) -> ProtocolError:
+        """The daemon's words can't be made sense of, these or any after them."""
+        self._error = error = ProtocolError(f"the daemon sent {what}")
+        return error
 
     def _receive(self, flags: int = 0) -> bytes:
         """What has come, waiting for it unless `flags` say otherwise."""
@@ -432,7 +452,8 @@ class Connection:
         if request:
             self._answers[request] = answer
             return
-        assert isinstance(answer, control.Failure), f"an answer to no request: {answer}"
+        if not isinstance(answer, control.Failure):
+            raise self._nonsense(f"a {type(answer).__name__} that answers no request")
         self._error = SglcacheError.from_code(answer.code, answer.message, answer.facts)
         raise self._error
 
@@ -452,7 +473,7 @@ class Connection:
             )
             rest = self._rest
             while len(rest) >= HEADER and len(rest) >= (stop := HEADER + int.from_bytes(rest[:HEADER], "big")):
-                with contextlib.suppress(msgspec.DecodeError):
+                with contextlib.suppress(*DECODE_ERRORS):
                     last = _decode(rest[HEADER:stop])
                     if isinstance(last, control.Failure) and last.request == 0:
                         self._error = SglcacheError.from_code(last.code, last.message, last.facts)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from sglcache.errors import ConfigError, Unavailable
+from sglcache.errors import ConfigError, ProtocolError, Unavailable
 
 MAX_ANSWER_BYTES = 256 << 20
 WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
@@ -110,8 +110,12 @@ class Server(NamedTuple):
 
 def base_url(text: str) -> str:
     """`host:port`, `http://host:port` and `http://host:port/...` are one server."""
-    parts = urlsplit(text if "//" in text else f"http://{text}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text if "//" in text else f"http://{text}")
+        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none, or brackets around no address
+        named = False
+    if not named:
         raise ConfigError(f"{text!r} is no server's address; write http://HOST:PORT")
     return f"{parts.scheme}://{parts.netloc}"
 
@@ -129,11 +133,18 @@ def ask_json(url: str, body: object = None, *, timeout_s: float = 5.0) -> tuple[
         except urllib.error.HTTPError as refusal:
             answer = refusal
         with answer:
-            raw = answer.read(MAX_ANSWER_BYTES)
-            return answer.status, msgspec.json.decode(raw) if raw else None
-    except (OSError, ValueError, http.client.HTTPException) as exc:
+            return answer.status, decode_json(answer.read(MAX_ANSWER_BYTES))
+    except (OSError, http.client.HTTPException, ProtocolError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         raise Unavailable(f"{method} {url}: {reason}", url=url) from exc
+
+
+def decode_json(raw: bytes) -> Any:
+    """What an answer says; None of an empty one. ProtocolError: it is not JSON."""
+    try:
+        return msgspec.json.decode(raw) if raw else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"it is not JSON: {exc}") from None
 
 
 def discover(url: str, timeout_s: float = 5.0) -> Server:
@@ -142,6 +153,11 @@ def discover(url: str, timeout_s: float = 5.0) -> Server:
     status, info = ask_json(f"{url}/server_info", timeout_s=timeout_s)
     if status != 200:
         raise Unavailable(f"GET {url}/server_info: status {status}", url=url)
+    return server_of(url, info)
+
+
+def server_of(url: str, info: Any) -> Server:
+    """What the /server_info of the server at `url` comes to. ConfigError: nothing in it could be followed."""
     block = info.get("kv_events") if isinstance(info, dict) else None
     if block is None:
         raise ConfigError(f"{url}/server_info has no kv_events: start the server with its event stream on, over tcp")

@@ -53,6 +53,8 @@ class Lease:
     )
 
     def __init__(self, client: Client, connection: Connection, tokens: bytes, granted: control.Granted) -> None:
+        if len(granted.slots) % 4:
+            raise ValueError(f"{len(granted.slots)} bytes of slots, of 4 each")
         self._client = client
         self._connection = connection  # the session that it is of, which another may have followed
         self._parts = [tokens]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import stat
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import zmq
 import zmq.auth
+from zmq.utils import z85
 
 from sglcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
+
+
+KEY_CHARACTERS, KEY_BYTES = 40, 32  # of a key in Z85, and as it is
+MAX_KEY_FILE = 1 << 16  # bytes
 
 
 class Curve(NamedTuple):
@@ -57,8 +64,15 @@ class Curve(NamedTuple):
 def load_key(path: Path, name: str, secret: bool = False) -> tuple[bytes, bytes | None]:
     """The public key in a file, and the secret one where there is one. ConfigError, naming the configuration's key."""
     try:
+        if not stat.S_ISREG((status := path.stat()).st_mode) or status.st_size > MAX_KEY_FILE:
+            raise ValueError("it is no file, or too long for one")
         public, private = zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as exc:
+        for key in (public, private):
+            if key is not None and (len(key) != KEY_CHARACTERS or len(z85.decode(key)) != KEY_BYTES):
+                raise ValueError(f"a key is {KEY_CHARACTERS} characters of Z85")
+        if private is not None and zmq.curve_public(private) != public:
+            raise ValueError("its two keys are not of one pair")
+    except (OSError, ValueError, IndexError, KeyError, struct.error, zmq.ZMQError) as exc:
         raise ConfigError(
             f"{name}: {path} holds no CURVE key ({exc}); make one with `sglcache keygen`", path=name
         ) from exc

@@ -17,11 +17,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from sglcache.server.numbers import MAX_NUMBER
 from sglcache.server.plan import Seat
 
 logger = logging.getLogger("sglcache.channel")
@@ -62,16 +63,23 @@ class Drain(Frame):
 
 
 class Ready(Frame):
-    """Clients can attach."""
+    """Clients can attach. `facts` are for pages, but for `stream`: None, or where it was bound (`Bound`)."""
 
     facts: dict[str, Any]
+
+
+class Bound(Struct):
+    """The part of a Ready's `stream` that the supervisor needs."""
+
+    endpoint: str
+    replay_endpoint: str | None
 
 
 class Beat(Frame):
     """A sign of life, from the rank's event loop."""
 
     state: str
-    reserved: int  # the next life's floor
+    reserved: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]  # the next life's floor
     tiers: dict[str, tuple[int, int]]  # by tier, bytes of memory that are ready, and of all that there will be
 
 
@@ -151,7 +159,10 @@ class Channel:
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise msgspec.DecodeError("a frame was cut off")
-            return _decode(memoryview(self._buffer)[:size]), list(fds)
+            try:
+                return _decode(memoryview(self._buffer)[:size]), list(fds)
+            except (UnicodeDecodeError, RecursionError) as exc:
+                raise msgspec.DecodeError(str(exc)) from None
         except BaseException:
             for fd in fds:
                 os.close(fd)

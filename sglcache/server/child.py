@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from sglcache.server.allocator import copy_past_caches
-from sglcache.server.channel import About, Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start, Word
+from sglcache.server.channel import About, Answer, Ask, Beat, Bound, Channel, Drain, Failed, Keep, Ready, Start, Word
 from sglcache.server.plan import Seat
 
 logger = logging.getLogger("sglcache.supervisor")
@@ -166,6 +166,14 @@ class Child:
             self.kill()
 
     def _heard(self, word: Word, fds: list[int]) -> None:
+        """DecodeError: it has not what it must have."""
+        try:
+            self._take_in(word, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _take_in(self, word: Word, fds: list[int]) -> None:
         match word:
             case Ready(facts):
                 self._ready(facts)
@@ -180,14 +188,15 @@ class Child:
                 self.failure = word
             case Keep(name):
                 self._keep(name, fds)
-        for fd in fds:
-            os.close(fd)
+            case _:
+                raise msgspec.DecodeError(f"a rank does not say {type(word).__name__}")
 
     def _ready(self, facts: dict[str, Any]) -> None:
+        stream = msgspec.convert(facts.get("stream"), Bound | None)
         self.facts = facts
-        if (stream := facts["stream"]) is not None:
+        if stream is not None:
             self.seat = msgspec.structs.replace(
-                self.seat, endpoint=stream["endpoint"], replay_endpoint=stream["replay_endpoint"]
+                self.seat, endpoint=stream.endpoint, replay_endpoint=stream.replay_endpoint
             )
         if self.state == "starting":
             self._says = "ok"

@@ -246,17 +246,21 @@ class Listener:
                 self._retry = self.loop.call_later(1.0, self._resume)
                 return
             sock.setblocking(False)
-            if len(self.hearing) >= MAX_WAITING:
-                sock.close()
-                continue
-            try:
-                peer = identify(sock)
-            except SglcacheError as error:
-                refuse(Peer(sock, -1, -1), error)
-            except OSError:
-                sock.close()
-            else:
-                self.hearing.add(_Hearing(self, peer))
+            self.hear(sock)
+
+    def hear(self, sock: socket.socket) -> None:
+        """Wait for the hello of who is at the other end of a socket, which is ours now."""
+        if len(self.hearing) >= MAX_WAITING:
+            sock.close()
+            return
+        try:
+            peer = identify(sock)
+        except SglcacheError as error:
+            refuse(Peer(sock, -1, -1), error)
+        except OSError:
+            sock.close()
+        else:
+            self.hearing.add(_Hearing(self, peer))
 
     def _resume(self) -> None:
         self._retry = None

@@ -20,6 +20,8 @@ from sglcache.errors import ConfigError, because
 # Numbers bought with one write of the file. A life starts at the clock's µs and uses far fewer than a million a
 # second, so even lives of no length, one after the other, stay near the clock.
 STRIDE = 10_000_000
+MAX_NUMBER = 1 << 62  # a clock in µs comes to it in 146,000 years; what is above was never a number of ours
+MAX_FILE = 4096  # bytes
 
 
 class Numbers:
@@ -74,16 +76,22 @@ class Numbers:
 
     def _read(self) -> int:
         try:
-            text = self.path.read_text()
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # or a pipe's open waits for a writer
+            with open(fd, "rb") as file:
+                text = file.read(MAX_FILE + 1) or b""
         except FileNotFoundError:
             return 0
         except OSError as exc:
             raise _refused(self.path, "read", exc) from exc
         try:
+            if len(text) > MAX_FILE:
+                raise ValueError(f"it is longer than {MAX_FILE} bytes")
             reserved = json.loads(text)["reserved"]
             if type(reserved) is not int:
                 raise TypeError(f"reserved is {reserved!r}")
-        except (ValueError, TypeError, KeyError) as exc:
+            if not 0 <= reserved <= MAX_NUMBER:
+                raise ValueError(f"{reserved} is not in 0..{MAX_NUMBER}")
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
             # To go on would be to guess a number that consumers may have seen already.
             raise ConfigError(
                 f"{self.path} does not say which sequence numbers were used ({exc}); "

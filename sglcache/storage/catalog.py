@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 FLUSH_ROWS = 512
+TABLE = (
+    "CREATE TABLE pages (number INTEGER PRIMARY KEY, digest BLOB, before BLOB, namespace BLOB, tokens BLOB, "
+    "num_bytes INTEGER, used INTEGER) STRICT"
+)
 _SIDECARS = ("", "-journal", "-wal", "-shm")
 
 
@@ -67,10 +71,11 @@ class Catalog:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
             raise ValueError(f"it is of version {version}")
-        db.execute(
-            "CREATE TABLE IF NOT EXISTS pages (number INTEGER PRIMARY KEY, digest BLOB, before BLOB, namespace BLOB, "
-            "tokens BLOB, num_bytes INTEGER, used INTEGER) STRICT"
-        )
+        made = db.execute("SELECT sql FROM sqlite_master WHERE name = 'pages'").fetchone()
+        if made is None:
+            db.execute(TABLE)
+        elif made != (TABLE,):
+            raise ValueError(f"its table was made by {made[0]!r}")
         db.execute(f"PRAGMA user_version={VERSION}")
         return list(map(Entry._make, db.execute("SELECT * FROM pages ORDER BY number")))
 

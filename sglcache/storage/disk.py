@@ -20,7 +20,9 @@ class Disk:
 
     def write(self, path: str, parts: Sequence[Buffer]) -> None:
         """Make a file of these parts, readable for its owner alone; what was there is replaced."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # Without waiting: to open a pipe that lies there for writing would wait for who reads it.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
         try:
             left = [memoryview(part).cast("B") for part in parts]
             while left:

@@ -50,8 +50,16 @@ SLICE = 256  # pages of a listing at a time
 HEAD_BYTES = 4096  # of a file, at first, for its header
 TEMPORARY = ".tmp"
 QUIET_S = 10.0  # between warnings
+MAX_TICK = 1 << 62  # of a use, or a page's number: what is above was never counted
 
-_ABOUT = {"identity.json", "index.db", "index.db-journal", "index.db-wal", "index.db-shm"}  # no pages
+_ABOUT = {
+    "identity.json",
+    "identity.json.tmp",
+    "index.db",
+    "index.db-journal",
+    "index.db-wal",
+    "index.db-shm",
+}  # no pages
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 # The page is as good as it was: it is the process that can't read it now.
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ENOBUFS}
@@ -128,7 +136,9 @@ class FileStore:
         """Say whose pages these are, for people: it is never read."""
         path = self._own / "identity.json"
         try:
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self.form.identity)) + b"\n")
+            disk = Disk()
+            disk.write(f"{path}{TEMPORARY}", [msgspec.json.format(msgspec.json.encode(self.form.identity)) + b"\n"])
+            disk.rename(f"{path}{TEMPORARY}", os.fspath(path))
         except OSError as exc:
             log.warning("%s can't be written (%s); nothing needs it", path, exc.strerror or exc)
 
@@ -226,7 +236,7 @@ class FileStore:
                 gone.append(entry.number)
         for number in gone:
             self._catalog.remove(number)
-        self._next = max((entry.number for entry in entries), default=0) + 1
+        self._next = max((entry.number for entry in known), default=0) + 1
         used = max((entry.used for entry in known), default=0)
         if there:
             log.info("%s: reading the headers of %d pages that its index does not have", self.path, len(there))
@@ -236,9 +246,11 @@ class FileStore:
     def _proven(self, entry: Entry) -> bool:
         try:
             # A digest is of 128 bits or more; a type that is not bytes, or a number that is none, is damage as well.
-            return entry.num_bytes > 0 <= entry.used and self.form.holds(
-                unpacked(entry.namespace), entry.digest, entry.before, entry.tokens
-            )
+            namespace = unpacked(entry.namespace)
+            if not all(type(each) is int and 0 <= each <= MAX_TICK for each in (entry.number, entry.used)):
+                return False
+            num_bytes = _blocks(self.form.header_bytes(namespace) + self.form.payload_bytes)
+            return entry.num_bytes == num_bytes and self.form.holds(namespace, entry.digest, entry.before, entry.tokens)
         except (StorageError, TypeError, ValueError):
             return False
 

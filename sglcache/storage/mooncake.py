@@ -28,9 +28,10 @@ import msgspec
 
 from sglcache.core.effects import Run
 from sglcache.core.key import ROOT
-from sglcache.errors import BadRequest, ConfigError, NotInstalled
+from sglcache.errors import BadRequest, ConfigError, NotInstalled, ProtocolError
 from sglcache.storage.host import HostPages
 from sglcache.storage.mooncake_words import (
+    MAX_WORD,
     Answer,
     Ask,
     Close,
@@ -41,6 +42,7 @@ from sglcache.storage.mooncake_words import (
     State,
     ToProcess,
     What,
+    from_process,
 )
 from sglcache.storage.page import Form, Identity, Reason
 from sglcache.storage.store import Cleared, Got, Put, Stats, Stop
@@ -244,8 +246,9 @@ class MooncakeStore:
         answer = waiting.answer.get()
         if answer is None:
             return failed
-        if what == "put" and not answer.mask:
-            return failed
+        num_pages = 1 if what == "discard" else self.form.num_pages(run)
+        if not 0 <= answer.num_pages <= num_pages or (what == "put" and len(answer.mask) != num_pages):
+            return failed  # that answers something else
         return answer
 
     def _say(self, word: ToProcess, timeout_s: float) -> bool:
@@ -322,9 +325,12 @@ class MooncakeStore:
         while True:
             try:
                 if connection.poll(TICK_S):
-                    self._take(msgspec.msgpack.decode(connection.recv_bytes(), type=FromProcess))
+                    self._take(from_process(connection.recv_bytes(MAX_WORD)))
                     continue
-            except (EOFError, OSError, msgspec.MsgspecError):
+            except (EOFError, OSError):
+                return
+            except ProtocolError as exc:
+                log.error("Mooncake's process is ended: %s", exc.message)
                 return
             now = time.monotonic()
             with self._lock:

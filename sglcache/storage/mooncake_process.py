@@ -30,8 +30,20 @@ import msgspec
 
 from sglcache.core.effects import Run
 from sglcache.core.key import Namespace
+from sglcache.errors import ProtocolError
 from sglcache.storage.host import HostPages, Piece
-from sglcache.storage.mooncake_words import Answer, Ask, Close, FromProcess, Loaded, Options, Start, State, ToProcess
+from sglcache.storage.mooncake_words import (
+    MAX_WORD,
+    Answer,
+    Ask,
+    Close,
+    FromProcess,
+    Loaded,
+    Options,
+    Start,
+    State,
+    to_process,
+)
 from sglcache.storage.page import MAX_HEADER_BYTES, Form, Reason, packed
 
 log = logging.getLogger("sglcache.mooncake")
@@ -216,7 +228,9 @@ def serve(connection: Connection, load: Callable[[], Any]) -> int:
         with sending:
             connection.send_bytes(data)
 
-    start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
+    start = to_process(connection.recv_bytes(MAX_WORD))
+    if not isinstance(start, Start):
+        raise ProtocolError(f"a rank says Start first, not {type(start).__name__}")
     try:
         library = load()
     except ImportError as exc:
@@ -241,7 +255,7 @@ def serve(connection: Connection, load: Callable[[], Any]) -> int:
 
     with ThreadPoolExecutor(start.num_threads) as threads:
         while True:
-            word = msgspec.msgpack.decode(connection.recv_bytes(), type=ToProcess)
+            word = to_process(connection.recv_bytes(MAX_WORD))
             if isinstance(word, Close):
                 break
             assert isinstance(word, Ask), word

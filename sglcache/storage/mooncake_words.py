@@ -6,7 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from sglcache.errors import ProtocolError
 from sglcache.storage.page import Identity, Reason
+
+MAX_WORD = 256 << 20  # bytes: of the longest run of pages with its tokens
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,3 +82,22 @@ class Answer(msgspec.Struct, tag=True):
 
 ToProcess = Start | Ask | Close
 FromProcess = Loaded | State | Answer
+
+_to_process = msgspec.msgpack.Decoder(ToProcess).decode
+_from_process = msgspec.msgpack.Decoder(FromProcess).decode
+
+
+def to_process(data: bytes) -> ToProcess:
+    """ProtocolError: that is none of a rank's words."""
+    try:
+        return _to_process(data)
+    except DECODE_ERRORS as exc:
+        raise ProtocolError(f"that is none of a rank's words: {exc}") from None
+
+
+def from_process(data: bytes) -> FromProcess:
+    """ProtocolError: that is none of the process's words."""
+    try:
+        return _from_process(data)
+    except DECODE_ERRORS as exc:
+        raise ProtocolError(f"that is none of its words: {exc}") from None
