@@ -142,7 +142,7 @@ class DaemonRestarted(Unavailable):
 
 
 class TransferError(SglcacheError):
-    """A copy failed. On a device this ends the rank (fail stop)."""
+    """A copy failed. With `fatal` a device is lost, and the rank ends (fail stop)."""
 
     code = "transfer"
 

@@ -400,7 +400,7 @@ class Answers(Decoder):
     name = "answers"
     form = "frames"
     words = (b"no_space", b"message", b"self", b"matched_tokens")
-    weight = 0.3
+    weight = 0.05
 
     def __init__(self) -> None:
         super().__init__()

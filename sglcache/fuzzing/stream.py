@@ -198,7 +198,9 @@ class Replays(Decoder):
                 self.live.send(data[:5000], zmq.NOBLOCK)
         self.publisher.service()
         if any(len(frame) > 4096 for frame in frames or [data[:5000]]):
-            self.dealer.close()  # libzmq ends that connection
+            # libzmq ends that connection. Not at once: 4.3.5 aborts where a socket is closed that is in the midst of a
+            # message just when its peer goes (session_base.cpp, clean_pipes).
+            self.dealer.close(linger=1000)
             self.dealer = self.connect()
         with contextlib.suppress(zmq.Again):
             while True:

@@ -31,6 +31,9 @@ class CudaError(TransferError):
 
     code = "cuda"
 
+    def __init__(self, message: str, /, **facts: Any) -> None:
+        super().__init__(message, **{"fatal": True, **facts})
+
 
 class _Location(ctypes.Structure):
     """CUmemLocation."""

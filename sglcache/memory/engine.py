@@ -252,7 +252,8 @@ class Lane:
         if error is None:
             self._done(ticket, True, None)
         else:
-            failed = TransferError(f"copy {ticket} ({self.name}) failed: {error}", ticket=ticket)
+            fatal = isinstance(error, TransferError) and bool(error.facts.get("fatal"))
+            failed = TransferError(f"copy {ticket} ({self.name}) failed: {error}", ticket=ticket, fatal=fatal)
             failed.__cause__ = error
             self._done(ticket, False, failed)
 
@@ -275,9 +276,10 @@ class CopyEngine(ABC):
     """Copies in both directions. One thread calls it; the callbacks are called by the engine's own.
 
     `done(ticket, ok, error)` is called once for each copy, in the order of submission of its direction. With ok, the
-    bytes of every shard are there; else `error` says why, and the target pages hold anything. Either way nothing of the
-    copy is read or written any more. `loaded(load, first, stop)` before that, for layers first..stop-1 of a load, in
-    order. Both must not raise, nor wait.
+    bytes of every shard are there; else `error` says why, and the target pages hold anything; if it is `fatal`, all
+    pages of a device do, and the rank has to end. Either way nothing of the copy is read or written any more.
+    `loaded(load, first, stop)` before that, for layers first..stop-1 of a load, in order. Both must not raise, nor
+    wait.
     """
 
     def __init__(self, ways: Sequence[Way], done: Done, loaded: Loaded) -> None:

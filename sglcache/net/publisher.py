@@ -31,6 +31,7 @@ from sglcache.net.ring import Entry, Ring
 END_SEQ = b"\xff" * 8
 
 MAX_INBOUND = 4096  # bytes of a frame that a peer may send; requests and topics are far smaller
+MAX_REQUEST_FRAMES = 3  # the reader's name, a delimiter, a number; what a message has beyond that is not kept
 MAX_ANSWERS = 64  # that one reader may have waiting; what it asks beyond that the last one answers, too
 
 REPLAY_SNDBUF = (
@@ -39,6 +40,7 @@ REPLAY_SNDBUF = (
 
 # What one turn of `service` does at most: under a millisecond.
 TURN_MESSAGES = 64
+TURN_FRAMES = 4 * TURN_MESSAGES  # of requests
 TURN_BYTES = 1 << 20
 QUANTUM = 16  # messages to one reader before the next one's turn
 RETRY_S = 0.01, 1.0  # first and longest. libzmq signals room for a reader, but any call may swallow the signal
@@ -111,6 +113,7 @@ class Publisher:
         self._ring = Ring(ring_bytes)
         self._turns = Turns()
         self._live = 0  # the number that the live stream sends next
+        self._frames: list[bytes] = []  # the first ones of a request that is not all there
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()  # the next one to serve first
         self._sent = self._skipped = self._bytes = self._subscriptions = 0
         self._requests = self._malformed = self._merged = self._replayed = 0
@@ -231,12 +234,17 @@ class Publisher:
         return more
 
     def _receive(self, router: zmq.Socket[bytes]) -> bool:
-        for _ in range(TURN_MESSAGES):
+        """Take in a turn's worth of requests; whether there may be more. A message may have any number of frames."""
+        for _ in range(TURN_FRAMES):
             try:
-                frames = router.recv_multipart(zmq.NOBLOCK)
+                frame = router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return False
-            self._request(frames)
+            if len(self._frames) <= MAX_REQUEST_FRAMES:
+                self._frames.append(frame)
+            if not router.getsockopt(zmq.RCVMORE):
+                frames, self._frames = self._frames, []
+                self._request(frames)
         return True
 
     def _request(self, frames: list[bytes]) -> None:

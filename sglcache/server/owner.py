@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -69,7 +70,9 @@ class Owner:
         third: ThirdTier | None = None,
         note: Callable[[Sequence[Entry]], None] | None = None,
         clock: Callable[[], float] = time.time,
+        lost: Callable[[BaseException], None] | None = None,
     ) -> None:
+        """`lost(error)`: a copy failed and with it a device; end the rank."""
         self.index = index
         self.loop = loop
         self.stream = stream
@@ -83,6 +86,8 @@ class Owner:
         self.heartbeat_s = heartbeat_s
         self.announce_every_s = announce_every_s
         self.clock = clock
+        self._lost = lost
+        self._failed = threading.Event()
         self.wake: Callable[[Wake], None] = _nobody  # the sessions' part takes it over
         self.dirty: list[Outbox] = []  # connections with answers of this turn
         self._backups: list[Copy] = []  # write-throughs of this turn
@@ -123,12 +128,21 @@ class Owner:
             if handle is not None:
                 handle.cancel()
 
+    @property
+    def failed(self) -> bool:
+        """Nothing is let out any more, to nobody."""
+        return self._failed.is_set()
+
+    def fail(self) -> None:
+        """What the pages hold is not known any more: let nothing out from this moment on (law 12). From any thread."""
+        self._failed.set()
+
     def close(self) -> None:
         """Put the last of what happened on the stream, and stop every timer. Idempotent."""
         if self._closed:
             return
         self.cancel()
-        while not self.index.cut(self.clock()):
+        while not self.failed and not self.index.cut(self.clock()):
             self._dispatch()
         self._dispatch()
 
@@ -136,6 +150,8 @@ class Owner:
 
     def end_turn(self) -> None:
         """Let out what the commands since the last turn led to. Call it after each batch of calls to the index."""
+        if self.failed:
+            return
         index = self.index
         self._dispatch()
         if index.busy and not self._working:
@@ -161,6 +177,8 @@ class Owner:
             self.collector.tick()
 
     def _dispatch(self) -> None:
+        if self.failed:
+            return
         for effect in self.index.drain(self.clock()):
             if isinstance(effect, Wake):
                 self.wake(effect)
@@ -194,6 +212,8 @@ class Owner:
 
     def _publish(self, batch: Publish) -> None:
         assert self.stream is not None
+        if self.failed:  # another thread said so, in the midst of a turn
+            return
         if batch.seq > self.numbers.reserved:
             self.numbers.reserve(batch.seq)  # the thread below has not come round: rather wait than break law 6
         self.stream.append(batch.seq, batch.payload, heartbeat=batch.num_events == 0)
@@ -263,8 +283,15 @@ class Owner:
     def copied(self, ticket: TicketId, ok: bool, error: TransferError | None = None) -> None:
         """The copy engine's word, on the loop's thread: the copy is over.
 
-        On a CPU a failure costs the pages of that copy; where it means that a device is lost, the rank has to end.
+        On a CPU a failure costs the pages of that copy; where it means that a device is lost, the rank ends.
         """
+        if self.failed:
+            return
+        if error is not None and error.facts.get("fatal"):
+            self.fail()
+            assert self._lost is not None, "nobody ends the rank"
+            self._lost(error)
+            return
         if error is not None:
             logger.error("%s", error.message, exc_info=error.__cause__)
         self.num_copies -= 1

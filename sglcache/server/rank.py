@@ -24,10 +24,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import uvloop
@@ -44,7 +44,7 @@ from sglcache.core.restore import Survivors, restore
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
-from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer, ways_of
+from sglcache.memory.engine import CopyEngine, Done, Loaded, LoadPlace, Transfer, ways_of
 from sglcache.memory.filling import Filler
 from sglcache.memory.geometry import FULL, WINDOW, CompanionForm, Geometry, companions_of
 from sglcache.memory.journal import Journal, identity_of
@@ -99,12 +99,49 @@ class Parts:
     keeper: Keeper
 
 
+class MakeEngine(Protocol):
+    """What makes a rank's copy engine. `lost(error)`, from any thread: a device is lost, and nothing makes sense."""
+
+    def __call__(
+        self,
+        config: Config,
+        resources: Sequence[ResourcePools],
+        done: Done,
+        loaded: Loaded,
+        lost: Callable[[BaseException], None],
+    ) -> CopyEngine: ...
+
+
+def cpu_engine(
+    config: Config,
+    resources: Sequence[ResourcePools],
+    done: Done,
+    loaded: Loaded,
+    lost: Callable[[BaseException], None],
+) -> CopyEngine:
+    """Threads of this process: what is lost with a copy is its pages."""
+    return CpuEngine(
+        [way for it in resources for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)],
+        done,
+        loaded,
+        num_threads=config.host.copy_threads or default_threads(),
+    )
+
+
 class Rank:
     """One life of one rank, on the loop that `main` runs on."""
 
-    def __init__(self, config: Config, start: Start, channel: Channel, kept: dict[str, int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        start: Start,
+        channel: Channel,
+        kept: dict[str, int],
+        make_engine: MakeEngine = cpu_engine,
+    ) -> None:
         """`config`: the stage's. `kept`: descriptors of earlier lives by name, the rank's now."""
         self.config = config
+        self.make_engine = make_engine
         self.seat = start.seat
         self.socket = Path(start.seat.socket)
         self.geometry = Geometry.of(config)
@@ -235,6 +272,7 @@ class Rank:
             parts = self._parts
             if parts.journal is not None and not isinstance(error, TransferError):
                 parts.journal.distrust()  # what it was told may be as wrong as what nobody expected
+            parts.owner.fail()
             parts.owner.cancel()
             if parts.publisher is not None:
                 parts.publisher.close(linger_s=0)
@@ -479,12 +517,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         def loaded(load: LoadPlace, first: int, stop: int) -> None:
             load_ring.write(load.slot, load.generation, first, stop)
 
-        engine = CpuEngine(
-            [way for it in resources for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)],
-            copied,
-            loaded,
-            num_threads=config.host.copy_threads or default_threads(),
-        )
+        def lost(error: BaseException) -> None:
+            owner.fail()  # at once: the loop may be about to publish
+            tell(rank.fail, error)
+
+        engine = rank.make_engine(config, resources, copied, loaded, lost)
         undo.callback(engine.close, finish=False)
 
         def submit(copy: Copy) -> None:
@@ -508,6 +545,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             announce_every_s=events.announce_every_s if events.enabled else 0.0,
             third=below,
             note=journal.note if journal is not None else None,
+            lost=rank.fail,
         )
         offer = Offer(
             numbers.first,
@@ -597,7 +635,7 @@ def _clock_us() -> int:
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)  # which the supervisor has held back from a process that is not ready yet
 
 
-def serve(fd: int) -> int:
+def serve(fd: int, make_engine: MakeEngine = cpu_engine) -> int:
     """Be the rank that the supervisor at the other end of `fd` wants, in this process. The exit status."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a rank that hangs can't see the channel's end
@@ -617,7 +655,7 @@ def serve(fd: int) -> int:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         raise_file_limit()
         config = configs.parse(word.config).for_stage(word.seat.pp_rank)
-        rank = Rank(config, word, channel, dict(zip(word.kept, fds, strict=True)))
+        rank = Rank(config, word, channel, dict(zip(word.kept, fds, strict=True)), make_engine)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(rank.main())
     except EOFError:

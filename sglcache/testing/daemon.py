@@ -31,7 +31,8 @@ from sglcache import config
 from sglcache.server.supervisor import Supervisor, Timing
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 options = json.loads(sys.argv[1])
-rank = options["prelude"] + "\\nimport sys; from sglcache.server.rank import serve; sys.exit(serve(int(sys.argv[1])))"
+rank = options["prelude"] + "\\nimport sys; from sglcache.server.rank import serve; "
+rank += f"sys.exit(serve(int(sys.argv[1]){options['more']}))"
 def ready(info):
     os.write(int(sys.argv[2]), json.dumps(info).encode() + b"\\n")
 supervisor = Supervisor(
@@ -148,6 +149,7 @@ class Daemon(Served):
         folder: Path,
         *,
         prelude: str = "",
+        engine: str = "",
         env: Mapping[str, str] | None = None,
         dp_size: int = 1,
         pp_size: int = 1,
@@ -157,7 +159,8 @@ class Daemon(Served):
     ) -> None:
         """`sections` are the configuration's, laid over `SMALL`; `env` is laid over this process's environment.
 
-        `prelude` is Python that runs in each rank first, to plant a fault. `timing`: of the supervisor's `Timing`.
+        `prelude` is Python that runs in each rank first, to plant a fault. `engine`: a name in it, of what makes the
+        rank's copy engine. `timing`: of the supervisor's `Timing`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -175,7 +178,8 @@ class Daemon(Served):
         if "kv_lora_rank" in config["pool"]:
             for key in HEADS:  # `SMALL`'s: latents have none
                 del config["pool"][key]
-        options = {"config": config, "prelude": prelude, "timing": dict(timing or {})}
+        more = f", {engine}" if engine else ""
+        options = {"config": config, "prelude": prelude, "more": more, "timing": dict(timing or {})}
         reader, writer = os.pipe()
         try:
             with open(self.log, "ab") as log:

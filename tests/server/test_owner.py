@@ -11,6 +11,7 @@ from typing import Any
 
 from sglcache.core.effects import Copy, Wake
 from sglcache.core.index import Index, IndexConfig
+from sglcache.errors import TransferError
 from sglcache.server.collector import Collector
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
@@ -331,3 +332,27 @@ def test_turns_leave_no_cycles(tmp_path: Path) -> None:
         assert gc.collect() < 20
 
     in_a_world(tmp_path, test, stride=1_000_000)
+
+
+def test_who_failed_lets_nothing_out_any_more(tmp_path: Path) -> None:
+    """No batch, no answer, no copy; and the end of a copy changes nothing."""
+
+    async def test(world: World) -> None:
+        world.commit(*range(PAGES // 2))
+        world.owner.end_turn()
+        assert world.take() == ["Committed", "Released", "written", "copy to HOST"]
+        ended: list[BaseException] = []
+        world.owner._lost = ended.append
+        error = TransferError("the device is gone", fatal=True)
+        world.owner.copied(world.copies[0].ticket, False, error)
+        assert ended == [error]
+        world.commit(*range(50, 53))
+        world.answer()
+        world.owner.copied(world.copies[0].ticket, True)
+        world.owner.hurry()
+        world.owner.flush()
+        await turns()
+        world.owner.close()
+        assert world.take() == []
+
+    in_a_world(tmp_path, test, host_pages=4 * PAGES)
