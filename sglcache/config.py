@@ -1116,6 +1116,9 @@ OTHER_WORDS = {
 }
 
 
+TOO_DEEP = "values are nested too deep; write sections, and in them keys with plain values"
+
+
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The defaults, under the TOML file at `path`, under `overrides` (`a.b=c`, the last one of a key wins).
 
@@ -1130,9 +1133,12 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
             data = tomllib.loads(_read(path))
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror or exc}; name a file that can be read") from exc
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        except (ValueError, RecursionError) as exc:  # a number of 5,000 digits is no TOMLDecodeError
             raise ConfigError(f"{path} is not TOML: {exc}") from exc
-        sources = {dotted: str(path) for dotted in _leaves(data)}
+        try:
+            sources = {dotted: str(path) for dotted in _leaves(data)}
+        except RecursionError:
+            raise ConfigError(f"{path}: {TOO_DEEP}") from None
     for override in overrides:
         dotted, value = parse_override(override)
         section = dotted.partition(".")[0]
@@ -1168,9 +1174,14 @@ def parse(data: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> 
     try:
         return Config.model_validate(data)
     except ValidationError as exc:
-        problems = exc.errors(include_url=False)
-        lines = [_describe(problem, sources or {}) for problem in problems]
+        try:
+            problems = exc.errors(include_url=False)
+            lines = [_describe(problem, sources or {}) for problem in problems]
+        except RecursionError:
+            raise ConfigError(TOO_DEEP) from None
         raise ConfigError("\n".join(lines), path=_dotted(problems[0]), value=problems[0]["input"]) from None
+    except RecursionError:
+        raise ConfigError(TOO_DEEP) from None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -1184,7 +1195,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text}: write section.key=value, such as pool.page_size=64", path=dotted, value=text)
     try:
         return dotted, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return dotted, value.strip()
 
 

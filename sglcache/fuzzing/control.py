@@ -135,6 +135,7 @@ class Commands(Decoder):
     """
 
     name = "commands"
+    weight = 1.5
     form = "frames"
     words = (
         b"\xc4\x10",
@@ -264,9 +265,9 @@ class Hellos(Decoder):
     """The first frame, with its descriptors, on a raw socket."""
 
     name = "hello"
+    weight = 0.4
     form = "frames"
     words = (b"runner", b"worker", b"observer", b"scheduler", b"\xa5Hello")
-    weight = 0.3
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,9 +347,9 @@ class Welcomes(Decoder):
     """A daemon's first answer, by a client."""
 
     name = "welcome"
+    weight = 0.02
     form = "frames"
     words = (b"page_first", b"layer_first", b"float16", b"window", b"mamba")
-    weight = 0.04
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,9 +399,9 @@ class Answers(Decoder):
     """A daemon's answers, by a client that has begun one thing of each kind and waits for what is answered."""
 
     name = "answers"
+    weight = 0.05
     form = "frames"
     words = (b"no_space", b"message", b"self", b"matched_tokens")
-    weight = 0.05
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,9 +487,9 @@ class Channels(Decoder):
     """What a rank says to its supervisor, with descriptors: the supervisor's record of it takes it, or it is killed."""
 
     name = "channel"
+    weight = 0.4
     form = "msgpack"
     words = (b"Ready", b"Beat", b"Keep", b"Failed", b"stream", b"endpoint")
-    weight = 0.5
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from sglcache.fuzzing.files import (
     CurveKeys,
     Environment,
     Folders,
+    Journals,
     MooncakeWords,
     PageHeaders,
     StateFiles,
@@ -21,5 +22,5 @@ from sglcache.testing.fuzz import Decoder
 
 DECODERS: Sequence[type[Decoder]] = (
     Commands, Hellos, Welcomes, Answers, Events, SubscribeScript, Replays, Toml, Environment, ServerInfo, PageHeaders,
-    Folders, Catalogs, MooncakeWords, Channels, StateFiles, Traces, CurveKeys,
+    Folders, Catalogs, Journals, MooncakeWords, Channels, StateFiles, Traces, CurveKeys,
 )  # fmt: skip

@@ -31,11 +31,13 @@ from sglcache.storage.mooncake_words import Answer, Close, Loaded, Options, Stat
 from sglcache.storage.mooncake_words import Ask as AskLibrary
 from sglcache.storage.mooncake_words import Start as StartLibrary
 from sglcache.storage.page import Form, Identity, packed, unpacked
+from sglcache.testing import lives
 from sglcache.testing.fuzz import Decoder
 from sglcache.wire import control
 
 PAGE = 4  # tokens
 PAGES = 64
+BLOCK = 64  # bytes
 TOKENS = struct.pack("<40I", *range(40))
 encode = msgspec.msgpack.encode
 
@@ -44,7 +46,7 @@ class Toml(Decoder):
     """A configuration file, `--set` and what a supervisor hands to a rank."""
 
     name = "config"
-    weight = 0.3
+    weight = 0.2
     words = (
         b"[pool]\n", b"[[parallel.stages]]\n", b'"', b"'''", b"[", b"]", b"{", b"}", b"=", b".", b"nan", b"inf", b"-",
         b"1_0", b"0x", b"1e999", b"1979-05-27T07:32:00Z", b"9" * 5000, b"\n", b"a.b.c = 1\n", b"size", b"num_tokens",
@@ -91,8 +93,8 @@ class Environment(Decoder):
     """The variables and addresses that name sockets, folders and servers."""
 
     name = "environment"
-    words = (b"/", b"..", b"\0", b"tcp://", b"ipc://", b":", b"[::1]", b"*", b"@", b"//", b"-1", b"%", b"65536")
     weight = 0.5
+    words = (b"/", b"..", b"\0", b"tcp://", b"ipc://", b":", b"[::1]", b"*", b"@", b"//", b"-1", b"%", b"65536")
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +131,7 @@ class PageHeaders(Decoder):
     """A page's header in the third tier, and the namespace in it."""
 
     name = "page_header"
+    weight = 2
     words = (b"SGLCPAGE", b"\1" + (5).to_bytes(8, "little"), b"\1" + b"\xff" * 8)
 
     def __init__(self) -> None:
@@ -166,7 +169,7 @@ class Folders(Decoder):
     """
 
     name = "folder"
-    weight = 0.01
+    weight = 0.005
     words = (b"SGLCPAGE", b"SQLite format 3\0")
 
     def __init__(self) -> None:
@@ -278,10 +281,37 @@ class Catalogs(Decoder):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class Journals(Decoder):
+    """The journal that a dead rank left: what the next life takes of it was there, in that very slot."""
+
+    name = "journal"
+    weight = 0.03
+    words = (b"sglcjrn1", b"\0" * 8, b"\xff" * 8, b"\1" + bytes(7))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = lives.run(7, lives=1, steps=200, kind="unified", roomy=True)
+        whole = bytes(self.dead.region)
+        # What is not zeros, in blocks: else most harm would be to rows that nobody wrote.
+        self.places = [at for at in range(0, len(whole), BLOCK) if any(whole[at : at + BLOCK])]
+        self.size = len(whole)
+        self.corpus = [b"".join(whole[at : at + BLOCK] for at in self.places)]
+
+    def feed(self, data: bytes) -> None:
+        def harm(memory: memoryview) -> None:
+            memory[:] = bytes(self.size)
+            for number, at in enumerate(self.places):
+                block = data[number * BLOCK : (number + 1) * BLOCK]
+                memory[at : at + len(block)] = block
+
+        self.dead.again(harm)
+
+
 class MooncakeWords(Decoder):
     """What a rank and its Mooncake process say to each other, at both ends."""
 
     name = "mooncake"
+    weight = 2
     form = "msgpack"
     words = (b"\xa4type", b"exists", b"put", b"missing")
 
@@ -310,9 +340,9 @@ class StateFiles(Decoder):
     """The file of the stream's numbers, and its lock."""
 
     name = "numbers"
+    weight = 0.03
     form = "json"
     words = (b"reserved", b"1e999", b"9" * 5000, b"[" * 3000, b"null", b"-1", b"\xff\xfe")
-    weight = 0.2
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,9 +366,9 @@ class Traces(Decoder):
     """A file of requests for `sglcache bench replay`."""
 
     name = "trace"
+    weight = 0.05
     form = "json"
     words = (b"\n", b"hash_ids", b"1e999", b"NaN", b"[" * 3000, b"9" * 5000)
-    weight = 0.2
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +391,7 @@ class CurveKeys(Decoder):
     """A CURVE key file."""
 
     name = "curve"
-    weight = 0.2
+    weight = 0.03
     words = (b"curve", b"public-key", b"secret-key", b"=", b'"', b"metadata", b"\xff")
 
     def __init__(self) -> None:

@@ -64,6 +64,7 @@ class Events(Decoder):
     """
 
     name = "events"
+    weight = 3
     form = "msgpack"
     words = EVENT_WORDS
 
@@ -126,9 +127,9 @@ class SubscribeScript(Decoder):
     """Batches of the stream, by scripts/subscribe.py, where this is a checkout."""
 
     name = "subscribe"
+    weight = 0.2
     form = "msgpack"
     words = EVENT_WORDS
-    weight = 0.3
     path: ClassVar[Path] = Path(__file__).parents[2] / "scripts" / "subscribe.py"
 
     def __init__(self) -> None:
@@ -155,8 +156,8 @@ class Replays(Decoder):
     """Requests for a replay, of any number of frames and any size, by the rank's ROUTER."""
 
     name = "replays"
+    weight = 0.1
     form = "msgpack"  # a list of the frames
-    weight = 0.15
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,6 +229,7 @@ class ServerInfo(Decoder):
     """What a server's GET /server_info says, by a mirror and `sglcache doctor`."""
 
     name = "server_info"
+    weight = 1.5
     form = "json"
     words = (b"kv_events", b"null", b"groups", b"65535", b"1e400")
 

@@ -21,8 +21,9 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal
 
@@ -33,6 +34,7 @@ from sglcache.errors import SglcacheError
 LIMIT_S = 10.0  # of one input
 MAX_GROWTH = 192 << 20  # bytes that the process's peak may grow by with one input
 CHECK_EVERY = 256  # inputs
+SHOWN = 512  # bytes of an input that broke something
 
 Form = Literal["bytes", "msgpack", "json", "frames"]
 """How the corpus's inputs are made: of bytes; one msgpack message; one of JSON; msgpack messages, which are put behind
@@ -214,7 +216,7 @@ class Broken(Exception):
     """A decoder broke the law; the message says with what input, and how to have it again."""
 
     def __init__(self, decoder: str, seed: int, number: int, data: bytes, why: str) -> None:
-        shown = data.hex() if len(data) <= 4096 else f"{data[:4096].hex()}... ({len(data)} bytes)"
+        shown = data.hex() if len(data) <= SHOWN else f"{data[:SHOWN].hex()}... ({len(data)} bytes)"
         super().__init__(
             f"{decoder}: {why}\n"
             f"again: python -m sglcache.fuzzing --decoder {decoder} --seed {seed} --first {number} --count 1\n"
@@ -265,6 +267,7 @@ def run(make: Callable[[], Decoder], count: int, seed: int, first: int = 0) -> R
     open_before = _descriptors()
     decoder = make()
     report = Report(decoder.name, seed)
+    _forget_peak()  # or what the process once had would hide what an input takes
     mutator = Mutator(seed, decoder.corpus, decoder.form, decoder.words)
     number, data = first, b""
     try:
@@ -293,6 +296,11 @@ def run(make: Callable[[], Decoder], count: int, seed: int, first: int = 0) -> R
     if (left := _descriptors() - open_before) > 0:
         raise Broken(decoder.name, seed, number, data, f"{left} descriptors more are open than before")
     return report
+
+
+def _forget_peak() -> None:
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak() -> int:
