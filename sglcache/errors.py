@@ -85,7 +85,9 @@ class ProtocolError(SglcacheError):
 
 
 class NoSpace(SglcacheError):
-    """Locks leave too few slots: `resource`, `tier`, `need`, `free`, `cached`, `locked`. Nothing was changed."""
+    """Locks leave too few slots: `resource`, `tier`, `need`, `free`, `cached`, `locked`. Nothing was changed.
+
+    Of one that waited: `waited_s`, its `place` among those who waited, and the `holders` of most pages."""
 
     code = "no_space"
 
@@ -115,9 +117,22 @@ class Forbidden(SglcacheError):
 
 
 class Busy(SglcacheError):
-    """Something live holds what should be cleared: `leases`, `copies`, `pinned_pages`, ... Nothing was changed."""
+    """Something live holds what should be cleared (`leases`, `copies`, `pinned_pages`, ...), or a bound is reached on
+    what may wait or be done at once, with the numbers. Nothing was changed."""
 
     code = "busy"
+
+
+class Cancelled(SglcacheError):
+    """The request was withdrawn while it waited. Nothing was changed."""
+
+    code = "cancelled"
+
+
+class TooSlow(SglcacheError):
+    """The peer did not read its answers: `unsent_bytes` waited for it. The connection ends."""
+
+    code = "too_slow"
 
 
 class Changed(SglcacheError):
@@ -164,7 +179,7 @@ _BY_CODE = {
     for kind in (
         SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, DoubleFree, ProtocolError, NoSpace,
         UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, DaemonRestarted,
-        TransferError, StorageError, ClosedError,
+        TransferError, StorageError, ClosedError, Cancelled,
     )
 }  # fmt: skip
 

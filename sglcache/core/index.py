@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sglcache.core import hashing, journal
@@ -40,6 +40,7 @@ from sglcache.core.eviction import LRU, Policy
 from sglcache.core.key import ROOT, TOKEN_BYTES, Keys, Namespace
 from sglcache.core.l3 import FOR_EVER, L3, L3Config, Waiter
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
+from sglcache.core.line import Line, Patience, Standing
 from sglcache.core.resources import Companion, Full, Resource
 from sglcache.core.shares import Shared
 from sglcache.core.slots import SLOT_BYTES, SlotPool
@@ -50,6 +51,7 @@ from sglcache.core.tree import Node, Space, Tree
 from sglcache.errors import (
     BadRequest,
     Busy,
+    Cancelled,
     Changed,
     NoSpace,
     SglcacheError,
@@ -64,6 +66,7 @@ DEVICE, HOST = 0, 1  # Full's cells have their tiers' numbers; a companion's are
 MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
 STALE_EVENTS = 256
 MERGE_LIMIT = 16  # nodes joined by one command
+NUM_HOLDERS = 5  # sessions that a refusal names
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class IndexConfig:
     companions: tuple[Companion, ...] = ()  # resources beside Full
     journal: bool = False  # tell a journal of the host tier
     tenants: Mapping[str, Limits] | None = None  # by name; None: there are none, and nobody's name matters
+    max_waiting: int = 1024  # commands that may wait for room, in all
+    max_waiting_of_session: int = 256
+    max_leases: int = 1 << 24  # of one session
+    max_pinned_fraction: float = 1.0  # of a tier's pages, that pins may keep from eviction
+    max_pins: int = 1 << 16  # of one session
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
@@ -155,6 +163,37 @@ class _Growth(NamedTuple):
     more: Sequence[int] = ()  # slots of each companion
 
 
+class _NotYet(Exception):
+    """There is no room yet for the first in line. Nothing was changed."""
+
+    def __init__(self, need: tuple[int, ...], refusal: NoSpace) -> None:
+        super().__init__()
+        self.need = need
+        self.aside = _at_ceiling(refusal)
+
+
+def _at_ceiling(refusal: NoSpace) -> bool:
+    """Its tenant's own ceiling is in the way, whatever others do."""
+    return bool(refusal.facts.get("at_ceiling"))
+
+
+@dataclass(slots=True, eq=False)
+class _Beside:
+    """What those extends of one command get that come before the next, and what was looked up for them."""
+
+    more: list[int]  # slots of each companion
+    tally: Tally | None  # where there are tenants: with what is promised to those who wait
+    need: int = 0  # pages
+    looked: list[int] = field(default_factory=list)  # pages to be had now, and when copies of ours are over
+    copied: list[Copied] = field(default_factory=list)
+
+    def add(self, tenant: int, num_fresh: int, slots: Sequence[int]) -> None:
+        self.need += num_fresh
+        self.more = [one + other for one, other in zip(self.more, slots, strict=True)]
+        if self.tally is not None:
+            self.tally.add(tenant, num_fresh)
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """An acquire, or the extends of one command, for which more must be evicted than a slice, or a copy of ours end."""
@@ -169,6 +208,12 @@ class _Waiting:
     total: int = 0  # an acquire's: pages of its table
     spare: Sequence[int] = ()
     more: Sequence[int] = ()  # slots of each companion, as `num_fresh`
+    patience: Patience | None = None
+    standing: Standing | None = None  # while it is in line: extends alone, who have no pins
+
+    @property
+    def deadline(self) -> float:
+        return FOR_EVER if self.patience is None else self.patience.copies
 
     @property
     def wants(self) -> list[tuple[int, int]]:
@@ -285,6 +330,9 @@ class Index:
         self._effects: list[Effect] = []
         self._waiting: deque[_Waiting] = deque()
         self._stuck: tuple[int, ...] | None = None  # the revision at which the first of them had to wait for a copy
+        self.line = Line(config.max_waiting, config.max_waiting_of_session)  # who waits for what others lock
+        self._tried: tuple[int, ...] | None = None  # the revision at which there was no room for the first in line
+        self._distrusted = -1  # so many copies were over when somebody had waited too long for the next
         self._clearing: list[list[int]] = []  # [cell, pages still to evict]
         self._graves: list[Any] = []  # nodes, and tables of them, of trees that were dropped whole
         self._ts = 0.0
@@ -317,6 +365,9 @@ class Index:
             self.wake(s, waiting.request, error)
             if waiting.lease is not None:
                 self._give_back(waiting.lease, used=False)
+        for standing in self.line.of(s):
+            self._leave_line(standing)
+            self.wake(s, standing.request, error)
         for lease in s.leases.values():
             if lease.cancelling is not None:
                 self.wake(s, lease.cancelling, error)
@@ -380,6 +431,8 @@ class Index:
         fetch: float | None = None,
         spare: Sequence[int] = (),
         tenant: str | None = None,
+        patience: Patience | None = None,
+        in_turn: bool = False,
     ) -> Grant | None:
         """Match, pin, evict, allocate: one command (law 7).
 
@@ -389,8 +442,11 @@ class Index:
         never is all of them; whatever is counted here is tokens all the same.
 
         None: it takes more than one slice of eviction, or the end of write-throughs that alone lock what is needed;
-        `step` goes on with it and `Wake` brings the answer. `NoSpace` if locks leave too little. Of an error, nothing
-        is changed. `priority` is for the policy of that name: what a request of a higher one has used is kept longer.
+        `step` goes on with it and `Wake` brings the answer. `NoSpace` if locks leave too little, or others wait for
+        room already; with `patience` None, too, and then it stands in line until there is room (see `line`): `Wake`
+        brings the answer, `NoSpace` when its time is over. `in_turn` is for the line: it is the first, and goes on or
+        raises `_NotYet`. Of an error, nothing is changed. `priority` is for the policy of that name: what a request of
+        a higher one has used is kept longer.
 
         `fetch`: have what L3 has of the rest brought to the host first, and wait for that until then, on the caller's
         clock (inf: to its end; 0: not at all, it comes for others). None too, while it waits; then `Wake`.
@@ -411,6 +467,13 @@ class Index:
             companions.check_spare(spare)
         elif spare:
             raise BadRequest("there are no companions to have spare slots of", spare=list(spare))
+        if len(s.leases) >= self.config.max_leases:
+            raise Busy(
+                f"session {s.id} has {len(s.leases)} leases, and no more are given; release some, or raise "
+                "limits.max_leases_per_session",
+                leases=len(s.leases),
+                max_leases=self.config.max_leases,
+            )
         length = len(tokens)
         page_bytes, over = self.page_bytes, self.keys.over
         if (
@@ -475,6 +538,7 @@ class Index:
                     session_id=session_id,
                     priority=priority,
                     tenant=tenant,
+                    patience=patience,
                 )
                 again = functools.partial(self._acquire_again, acquire, matched_bytes // TOKEN_BYTES)
                 self._fetch_rest(namespace, *rest, Waiter(s, request, fetch, again), number)
@@ -499,7 +563,8 @@ class Index:
             have = min(have, matched_bytes + room * TOKEN_BYTES)
         total = -(-have // page_bytes)
         num_fresh = total - device_bytes // page_bytes
-        crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and bool(self._waiting))
+        others = bool(self._waiting or self.line)
+        crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and others)
         if tenants is not None and num_fresh:
             crowded = crowded or tenants.over(DEVICE, number, num_fresh)
         needs: Sequence[Need] = ()
@@ -517,11 +582,42 @@ class Index:
                 num_fresh = total = -(-have // page_bytes)
                 needs = companions.needs(path, partial, at, 0, total, spare)
             more = [need.num_slots for need in needs]
-            crowded = crowded or companions.crowded(more) or (any(more) and bool(self._waiting))
+            crowded = crowded or companions.crowded(more) or (any(more) and others)
         if crowded:
-            self._refuse(num_fresh, path, partial, at, number)
-            for i, need in enumerate(needs) if needs else ():
-                self._refuse_slots(i, need)
+            try:
+                if not in_turn and (num_fresh or any(more)) and self.line.holds_up(number):
+                    raise self._no_space(num_fresh, self.pools[DEVICE].locked, "wait, too, or try again later")
+                self._refuse(num_fresh, path, partial, at, number)
+                for i, need in enumerate(needs) if needs else ():
+                    self._refuse_slots(i, need)
+            except NoSpace as refusal:
+                if patience is None or patience.room is None or self._never((total, *more)):
+                    self.counters["refused"] += 1
+                    raise
+                if in_turn:
+                    raise _NotYet((num_fresh, *more), refusal) from refusal
+                retry = functools.partial(
+                    self.acquire,
+                    session,
+                    request,
+                    tokens,
+                    namespace,
+                    limit=limit if exact is None else None,
+                    reserve=reserve,
+                    exact=exact,
+                    room=room,
+                    session_id=session_id,
+                    priority=priority,
+                    fetch=0.0 if fetch == 0 else None,
+                    spare=spare,
+                    tenant=tenant,
+                    patience=patience,
+                    in_turn=True,
+                )
+                standing = Standing(request, s, patience, (num_fresh, *more), retry, num_bytes=length, tenant=number)
+                standing.aside = _at_ceiling(refusal)
+                self._stand(standing)
+                return None
         head = None
         if partial is not None:
             head = self.tree.split(partial, at)
@@ -563,9 +659,9 @@ class Index:
             lease.waiting = True
             last = path[-1] if path else None
             over = self.backups.num_over
-            self._waiting.append(
-                _Waiting(request, s, num_fresh, over, lease, last, total=total, spare=spare, more=more)
-            )
+            waiting = _Waiting(request, s, num_fresh, over, lease, last, total=total, spare=spare, more=more)
+            waiting.patience = patience
+            self._waiting.append(waiting)
             return None
         if path and (crowded or agreement is not None):
             return self._grant(lease, num_fresh, *self._path(lease, path[-1]), total, spare)
@@ -580,47 +676,61 @@ class Index:
         counters["l3_matched_tokens"] += min(came * self.config.page_size, more)
         return grant
 
-    def extend(self, session: SessionId, request: int, items: Sequence[Extension]) -> Extended | None:
+    def extend(
+        self, session: SessionId, request: int, items: Sequence[Extension], patience: Patience | None = None
+    ) -> Extended | None:
         """Append tokens to leases; their page tables grow as needed, each item for itself, in order.
 
         A lease gets pages for all its tokens and `reserve` more, or, with `upto`, for so many of them at most; it never
-        loses one. An item that is wrong, or for which there is no room beside those before it, has its error for a
-        result, and changes nothing; the others take effect. None: as acquire, and then all of them wait.
+        loses one. An item that is wrong, or for which there is no room beside those before it, or before which others
+        wait to extend, has its error for a result, and changes nothing; the others take effect. None: as acquire, and
+        then all of them wait.
+
+        With `patience` they stand in line, together, until there is room for all; when their time is over each that has
+        room takes effect, if it is their turn, and the others have `NoSpace`.
         """
         s = self._session(session)
         pool = self.pools[DEVICE]
         growths: list[_Growth | SglcacheError] = []
-        need = 0
-        more: list[int] = [] if self.companions is None else [0] * len(self.companions.kinds)
-        room = copying = None  # looked up where they matter: pages to be had now, and when copies of ours end
-        tally = None if self.tenants is None else self._tally()
-        copied: list[Copied] = []
+        beside = self._beside()
+        waits = patience is not None and patience.room is not None
+        refusal: NoSpace | None = None  # of the first for which there is no room yet
         for item in items:
             slots: list[int] = []
             try:
                 lease, num_fresh = self._growth(s, item, growths)
-                if tally is not None:
-                    self._refuse_tenant(num_fresh, (), None, 0, lease.tenant, tally, copied)
-                elif num_fresh and (need + num_fresh > pool.free or self._waiting):
-                    if room is None:
-                        room = self._room((), None, 0)
-                    if need + num_fresh > room and copying is None:
-                        copying = self._in_copies((), None, 0)
-                    if need + num_fresh > room + (copying or 0):
-                        raise self._no_space(num_fresh, pool.locked, "release a lease or grow the pool", need)
                 if self.companions is not None:
                     slots = self.companions.growth(num_fresh, item.spare)
-                    for i, count in enumerate(slots):
-                        self._refuse_slots(i, Need(count, 0, {}), more[i])
+                try:
+                    if (num_fresh or any(slots)) and self.line.extends_hold_up(lease.tenant):
+                        raise self._no_space(num_fresh, pool.locked, "wait, too, or try again later", beside.need)
+                    self._refuse_growth(lease.tenant, num_fresh, slots, beside)
+                except NoSpace as error:
+                    sums = (one + other for one, other in zip(beside.more, slots, strict=True))
+                    never = self._never((beside.need + num_fresh, *sums)) or self._never((lease.num_pages + num_fresh,))
+                    if not waits or never:
+                        self.counters["refused"] += 1
+                        raise
+                    refusal = refusal or error
             except SglcacheError as error:
                 growths.append(error)
                 continue
             lease.extending = True
-            need += num_fresh
-            if tally is not None:
-                tally.add(lease.tenant, num_fresh)
-            more = [one + other for one, other in zip(more, slots, strict=True)]
+            beside.add(lease.tenant, num_fresh, slots)
             growths.append(_Growth(lease, item.tokens, num_fresh, item.spare, slots))
+        need, more = beside.need, beside.more
+        waiting = _Waiting(request, s, need, self.backups.num_over, growths=growths, more=more, patience=patience)
+        if refusal is not None:
+            assert patience is not None
+            standing = waiting.standing = Standing(request, s, patience, (need, *more), extends=waiting)
+            standing.aside = _at_ceiling(refusal)
+            standing.tenant = waiting.wants[0][0]
+            try:
+                self._stand(standing)
+            except Busy:
+                self._let_grow(waiting)
+                raise
+            return None
         crowded = need > pool.free or (need > 0 and bool(self._waiting))
         wants = [(0, need)] if self.tenants is None else _wants(growths)
         if self.tenants is not None:
@@ -628,9 +738,31 @@ class Index:
         if self.companions is not None:
             crowded = crowded or self.companions.crowded(more) or (any(more) and bool(self._waiting))
         if crowded and (self._waiting or not self._make_room(wants, more)):
-            self._waiting.append(_Waiting(request, s, need, self.backups.num_over, growths=growths, more=more))
+            self._waiting.append(waiting)
             return None
         return self._extended(growths)
+
+    def withdraw(self, session: SessionId, request: int) -> bool:
+        """Have a command of the session that waits, for room, for a copy or for L3, wait no longer: it is answered
+        `Cancelled`, and changes nothing. False: none of that number waits; it was answered, or will be at once."""
+        s = self._session(session)
+        error = Cancelled("the request was withdrawn while it waited")
+        for standing in self.line.of(s):
+            if standing.request == request:
+                self._leave_line(standing)
+                if standing.extends is not None:
+                    self._let_grow(standing.extends)
+                self.wake(s, request, error)
+                return True
+        for waiting in self._waiting:
+            if waiting.session is s and waiting.request == request:
+                self._leave_queue(waiting)
+                self._let_grow(waiting)
+                self.wake(s, request, error)
+                if waiting.lease is not None:
+                    self._give_back(waiting.lease, used=False)
+                return True
+        return self.l3 is not None and self.l3.withdraw(s, request, error)
 
     def commit(
         self,
@@ -820,10 +952,21 @@ class Index:
         return Peeked(device // TOKEN_BYTES, matched // TOKEN_BYTES)
 
     def pin(self, session: SessionId, tokens: bytes, namespace: Namespace, owner: str, expires_at: float) -> int:
-        """Keep what is cached of `tokens` from eviction until `unpin`, `expire` or the session's end; its tokens."""
+        """Keep what is cached of `tokens` from eviction until `unpin`, `expire` or the session's end; its tokens.
+
+        Busy: the session has `max_pins`. NoSpace: pins would keep more than `max_pinned_fraction` of a tier's pages.
+        """
         s = self._session(session)
         if len(tokens) % TOKEN_BYTES:
             raise BadRequest(f"packed tokens are uint32: {len(tokens)} bytes is no multiple of 4")
+        mine = sum(map(len, s.pins.values()))
+        if mine >= self.config.max_pins:
+            raise Busy(
+                f"session {s.id} has {mine} pins, and may have {self.config.max_pins}; unpin some, or raise "
+                "limits.max_pins",
+                pins=mine,
+                max_pins=self.config.max_pins,
+            )
         space = self.tree.spaces.get(namespace)
         if space is None:
             return 0
@@ -831,6 +974,7 @@ class Index:
         if self.companions is not None:
             best = self.companions.agree(path, partial, at).everywhere
             path, partial, at = self.companions.cut(path, partial, at, best)
+        self._refuse_pin(path, partial, at)
         if partial is not None:
             path.append(self.tree.split(partial, at))
         if not path:
@@ -845,13 +989,54 @@ class Index:
         s.pins.setdefault(owner, []).append(Pin(nodes, expires_at, num_bytes // self.page_bytes, places))
         return num_bytes // TOKEN_BYTES
 
+    def _refuse_pin(self, path: Sequence[Node], partial: Node | None, at: int) -> None:
+        """Unless it may be pinned what matches. Changes nothing."""
+        nodes = [*path, partial] if partial is not None else [*path]
+        counts = [node.num_bytes // self.page_bytes for node in path] + [at // self.page_bytes]
+        bound = self._pinned_pages()  # of what is pinned twice this counts both
+        for c, pool in enumerate(self.pools[: self.T]):
+            most = int(pool.total * self.config.max_pinned_fraction)
+            there = [node.cells[c] is not None and not node.writing >> c & 1 for node in nodes]
+            end = len(nodes) - next((i for i, is_there in enumerate(reversed(there)) if is_there), len(nodes))
+            if bound + sum(counts[:end]) <= most:
+                continue
+            pinned, seen = self._pinned_nodes(c)
+            more = sum(count for node, count in zip(nodes[:end], counts, strict=False) if node not in seen)
+            if more and pinned + more > most:
+                tier = Tier(c).name
+                raise NoSpace(
+                    f"{tier}: a pin of {more} pages more; {pinned} of {pool.total} are pinned, and {most} may be; "
+                    "unpin some, or raise limits.max_pinned_fraction",
+                    resource=self.resources[c].name,
+                    tier=tier,
+                    need=more,
+                    pinned=pinned,
+                    max_pinned=most,
+                    total=pool.total,
+                )
+
+    def _pinned_nodes(self, c: int) -> tuple[int, set[Node]]:
+        """What pins keep in a tier, each page once: how many pages, and the nodes."""
+        seen: set[Node] = set()
+        pages = 0
+        for s in self.sessions.values():
+            for pins in s.pins.values():
+                for pin in pins:
+                    node = pin.nodes[c]
+                    while node is not None and node.parent is not None and node not in seen:
+                        seen.add(node)
+                        pages += node.num_bytes // self.page_bytes
+                        node = node.parent
+        return pages, seen
+
     def unpin(self, session: SessionId, owner: str) -> int:
         """Let go of what this session pinned for `owner`; the pages. Of nothing is no error, and touches no other's."""
         s = self.sessions.get(session)
         return 0 if s is None else self._unpin(s, owner)
 
     def expire(self, now: float) -> int:
-        """Let go of every pin whose time is over, and have whoever waited for L3 so long go on; how many.
+        """Let go of every pin whose time is over, have whoever waited for L3 so long go on, and refuse who waited so
+        long for room; how many.
 
         `now` is on the clock that `pin` and `acquire` were given."""
         count = 0
@@ -866,11 +1051,14 @@ class Index:
                     self._let_go(over)
         if self.l3 is not None:
             count += self.l3.expire(now)
-        return count
+        return count + self._expire_waiting(now)
 
     @property
     def next_expiry(self) -> float | None:
         every = [pin.expires_at for s in self.sessions.values() for pins in s.pins.values() for pin in pins]
+        every += [waiting.deadline for waiting in self._waiting if waiting.deadline != FOR_EVER]
+        if (deadline := self.line.next_deadline) is not None and deadline != FOR_EVER:
+            every.append(deadline)
         if self.l3 is not None and (deadline := self.l3.next_deadline) is not None:
             every.append(deadline)
         return min(every, default=None)
@@ -956,6 +1144,8 @@ class Index:
         """
         if self._waiting and self._stuck != self.revision:
             self._serve_waiting()
+        elif self.line and self._tried != self.revision:
+            self._serve_line()
         elif self.backups.due:
             self.backups.retry()
         elif self.l3 is not None and self.l3.behind:
@@ -977,8 +1167,11 @@ class Index:
         waits = self._waiting and self._stuck != self.revision
         behind = self.l3 is not None and self.l3.behind
         telling = self._telling_again is not None
+        line = self.line and self._tried != self.revision
         trimming = self.tenants is not None and self.tenants.trimming
-        return bool(waits or self.backups.due or behind or telling or trimming or self._clearing or self._graves)
+        return bool(
+            waits or line or self.backups.due or behind or telling or trimming or self._clearing or self._graves
+        )
 
     def cut(self, ts: float, heartbeat: bool = False) -> bool:
         """Put what is queued on the stream, numbered, stamped `ts` (unix seconds); False: a slice was used up."""
@@ -1058,7 +1251,7 @@ class Index:
             len(self.sessions),
             len(self.leases),
             sum(lease.session.ended for lease in self.leases.values()),
-            len(self._waiting) + (self.l3.num_waiting if self.l3 is not None else 0),
+            len(self._waiting) + len(self.line) + (self.l3.num_waiting if self.l3 is not None else 0),
             len(self.writes) + len(self.loads) + (self.l3.num_busy if self.l3 is not None else 0),
             self._pinned_pages(),
             {**self.counters, **more},
@@ -1288,6 +1481,7 @@ class Index:
         error = self._no_space(need, pool.locked + sum(pinned.values()), remedy, others)
         error.facts.update(facts)
         if need > tenants.headroom(DEVICE, tenant, pinned, copied) - promised.of(tenant):
+            error.facts["at_ceiling"] = True
             if share.ceiling is not None and need > share.ceiling:
                 remedy = "it never may have so many: raise its device_ceiling, or ask for fewer pages at once"
             error.message = (
@@ -1311,7 +1505,8 @@ class Index:
     def _copied(self, path: Sequence[Node], partial: Node | None, at: int) -> Copied:
         """As `_in_copies`, by tenant, and what of it leaves with the copies' end."""
         copied = Copied({}, {})
-        self._in_copies(path, partial, at, copied)
+        if not self._distrusts:
+            self._locked_by_copies(path, partial, at, copied)
         return copied
 
     def _refuse_slots(self, i: int, need: Need, before: int = 0) -> None:
@@ -1319,10 +1514,41 @@ class Index:
         companions = self.companions
         assert companions is not None
         room = companions.room(i, need.pinned) - before
-        if need.num_slots > max(room, 0) and need.num_slots > room + companions.in_copies(i, need.held):
+        if need.num_slots > max(room, 0) and (
+            self._distrusts or need.num_slots > room + companions.in_copies(i, need.held)
+        ):
             c = companions.kinds[i].device
             locked = self.pools[c].locked + need.pinned
             raise self._no_space(need.num_slots, locked, "release a lease or grow the pool", before, c)
+
+    def _beside(self) -> _Beside:
+        """Nothing of a command yet."""
+        more = [] if self.companions is None else [0] * len(self.companions.kinds)
+        return _Beside(more, None if self.tenants is None else self._tally())
+
+    def _refuse_growth(self, tenant: int, num_fresh: int, slots: Sequence[int], beside: _Beside) -> None:
+        """As `_refuse`, of an extend, beside those of its command that come before it."""
+        pool, need, looked = self.pools[DEVICE], beside.need, beside.looked
+        if beside.tally is not None:
+            self._refuse_tenant(num_fresh, (), None, 0, tenant, beside.tally, beside.copied)
+        elif num_fresh and (need + num_fresh > pool.free or self._waiting):
+            if not looked:
+                looked.append(self._room((), None, 0))
+            if need + num_fresh > looked[0] and len(looked) == 1:
+                looked.append(self._in_copies((), None, 0))
+            if need + num_fresh > sum(looked):
+                raise self._no_space(num_fresh, pool.locked, "release a lease or grow the pool", need)
+        for i, count in enumerate(slots):
+            self._refuse_slots(i, Need(count, 0, {}), beside.more[i])
+
+    def _never(self, need: Sequence[int]) -> bool:
+        """So much there is not, whoever lets go of what; `need` of the resources, Full first."""
+        return any(count > pool.total for count, (_, pool) in zip(need, self._device_pools, strict=False))
+
+    @property
+    def _distrusts(self) -> bool:
+        """Somebody has waited too long for a copy, and none has ended since: nobody else waits for one."""
+        return self._distrusted == self.backups.num_over
 
     def promised(self, r: int) -> int:
         """Slots of a resource that those who wait will get: they come first."""
@@ -1353,11 +1579,18 @@ class Index:
             pinned += at // self.page_bytes
         return pinned
 
-    def _in_copies(self, path: Sequence[Node], partial: Node | None, at: int, by_tenant: Copied | None = None) -> int:
+    def _in_copies(self, path: Sequence[Node], partial: Node | None, at: int) -> int:
         """Pages that nothing but write-throughs of ours locks, those of the matched path not counted.
 
         They can be evicted once the copies are over, which is in a moment; every other lock is a runner's to let go.
+        None where that moment has become too long.
         """
+        return 0 if self._distrusts else self._locked_by_copies(path, partial, at)
+
+    def _locked_by_copies(
+        self, path: Sequence[Node], partial: Node | None, at: int, by_tenant: Copied | None = None
+    ) -> int:
+        """The same, however long that takes. `by_tenant` is filled with it, where there are tenants."""
         counts: dict[Node, int] = {}  # of the nodes on their paths: how many copies end at it, and below it
         below: dict[Node, int] = {}  # how many of its children have not been added to it
         linked: set[Node] = set()
@@ -1411,13 +1644,19 @@ class Index:
 
     def _no_space(self, need: int, locked: int, remedy: str, promised: int = 0, c: int = DEVICE) -> NoSpace:
         """`promised`: to those of the same command that come before, beside those who wait. `c`: a device's cell."""
-        self.counters["refused"] += 1
         promised += self.promised(c // self.T)
         pool = self.pools[c]
         name = self.resources[c].name
         what = "slots" if c else "pages"
         if need > pool.total:
             remedy = f"it never has so many: grow the pool, or ask for fewer {what} at once"
+        more: dict[str, Any] = {}
+        if self._distrusts and self.writes:
+            ticket = self.writes[0].id
+            more = {"copy": ticket, "in_copies": self._locked_by_copies((), None, 0)}
+            remedy = f"copy {ticket} to the host does not end, and {more['in_copies']} pages wait for it; {remedy}"
+        if self.line:
+            remedy = f"{len(self.line)} wait for room; {remedy}"
         return NoSpace(
             f"{name}/DEVICE: need {need} {what}; of {pool.total}, {pool.free} are free, {pool.cached} cached and "
             f"{locked} of these locked, {pool.leased} leased, {pool.fenced} fenced, {promised} promised; {remedy}",
@@ -1431,6 +1670,8 @@ class Index:
             fenced=pool.fenced,
             promised=promised,
             total=pool.total,
+            waiting=len(self.line),
+            **more,
         )
 
     # -- inside: granting ------------------------------------------------------------------------------------
@@ -1591,7 +1832,8 @@ class Index:
         remedy = "others were served or locked meanwhile; try again"
         copying = [self._in_copies((), None, 0)]
         if self.companions is not None:
-            copying += [self.companions.in_copies(i) for i in range(len(self.companions.kinds))]
+            kinds = range(len(self.companions.kinds))
+            copying += [0 if self._distrusts else self.companions.in_copies(i) for i in kinds]
         pools = self._device_pools
         rooms = [pool.free + pool.evictable + count for (_, pool), count in zip(pools, copying, strict=True)]
         tenants, tally = self.tenants, Tally()
@@ -1603,6 +1845,7 @@ class Index:
             for (c, pool), need, room in zip(pools, (waiting.num_fresh, *waiting.more), rooms, strict=True):
                 if need > room:
                     self._leave_queue(waiting)
+                    self.counters["refused"] += 1
                     if tenants is not None and c == DEVICE:
                         error = self._no_room(lease.tenant, need, tally, NOBODY, remedy, copied)
                     else:
@@ -1619,6 +1862,7 @@ class Index:
                 for (c, pool), need, room in zip(pools, needs, rooms, strict=True):
                     if need > room:
                         # What it was promised itself is no reason.
+                        self.counters["refused"] += 1
                         if tenants is not None and c == DEVICE:
                             error = self._no_room(growth.lease.tenant, need, tally, NOBODY, remedy, copied)
                         else:
@@ -1636,7 +1880,7 @@ class Index:
         waiting.num_fresh -= growth.num_fresh
         waiting.more = [whole - its for whole, its in zip(waiting.more, growth.more, strict=True)]
         waiting.growths = [error if each is growth else each for each in waiting.growths]
-        self._stuck = None
+        self._stuck = self._tried = None
         if not any(isinstance(each, _Growth) for each in waiting.growths):
             self._leave_queue(waiting)
             self.wake(waiting.session, waiting.request, self._extended(waiting.growths))
@@ -1666,14 +1910,189 @@ class Index:
         return on_device[::-1], on_host[::-1]
 
     def _leave_queue(self, waiting: _Waiting) -> None:
+        if waiting.standing is not None:
+            self._leave_line(waiting.standing)
+            return
         self._waiting.remove(waiting)
         self._stuck = None
+
+    # -- inside: in line for room that others lock ------------------------------------------------------------------
+
+    def _stand(self, standing: Standing) -> None:
+        """Busy: there are too many."""
+        self.line.stand(standing)
+        self._tried = None
+
+    def _leave_line(self, standing: Standing, served: bool = False) -> None:
+        self.line.leave(standing, served)
+        self._tried = None
+        if standing.extends is not None:
+            standing.extends.standing = None
+
+    def _serve_line(self) -> None:
+        """Is there room for the first in line, now that something has changed? Nobody behind it is looked at.
+
+        With tenants: nor behind the first of each tenant whose own ceiling is in its way."""
+        for first in self.line.firsts():
+            try:
+                if first.retry is None:
+                    self._refuse_growths(first.extends)
+                    grant = None
+                else:
+                    grant = first.retry()
+            except _NotYet as still:
+                first.need, first.aside = still.need, still.aside
+                if still.aside:
+                    continue
+                break
+            except SglcacheError as error:  # it can't be any more, whoever lets go of what
+                self._leave_line(first)
+                self.wake(first.session, first.request, error)
+                return
+            self._leave_line(first, served=True)
+            if first.retry is None:
+                self._admit(first.extends)
+            elif grant is not None:
+                self.wake(first.session, first.request, grant)
+            return
+        self._tried = self.revision
+
+    def _refuse_growths(self, waiting: _Waiting) -> None:
+        """_NotYet unless there is room for all of them."""
+        beside = self._beside()
+        for growth in waiting.growths:
+            if isinstance(growth, _Growth):
+                tenant = growth.lease.tenant
+                try:
+                    self._refuse_growth(tenant, growth.num_fresh, growth.more, beside)
+                except NoSpace as refusal:
+                    raise _NotYet((waiting.num_fresh, *waiting.more), refusal) from refusal
+                beside.add(tenant, growth.num_fresh, growth.more)
+
+    def _admit(self, waiting: _Waiting) -> None:
+        """Extends that have left the line: there is room for them, now or when copies of ours are over."""
+        if self._waiting or not self._make_room(waiting.wants, waiting.more):
+            self._waiting.append(waiting)
+        else:
+            self.wake(waiting.session, waiting.request, self._extended(waiting.growths))
+
+    def _let_grow(self, waiting: _Waiting) -> None:
+        """The leases of extends that come to nothing can be extended again."""
+        for growth in waiting.growths:
+            if isinstance(growth, _Growth):
+                growth.lease.extending = False
+
+    def _expire_waiting(self, now: float) -> int:
+        """Refuse who has waited long enough: in line, or for a copy of ours; how many."""
+        if not (self.line or self._waiting):
+            return 0
+        late = self.line.late(now)
+        if late and self._tried != self.revision:
+            self._serve_line()  # the first has its last try
+            late = [standing for standing in late if standing in self.line]
+        told = self._held()
+        for standing in late:
+            place = self.line.place(standing)
+            if standing.retry is None:
+                self._turn_away(standing, now, {**told, "place": place})
+                continue
+            need, locked = standing.need[0], self.pools[DEVICE].locked
+            error = self._waited(self._no_space(need, locked, "release a lease or grow the pool"), standing, now, told)
+            error.facts["place"] = place
+            self._leave_line(standing)
+            self.counters["refused"] += 1
+            self.wake(standing.session, standing.request, error)
+        over = [waiting for waiting in self._waiting if waiting.deadline <= now]
+        if over and self.writes:
+            self._distrusted = self.backups.num_over
+        for waiting in over:
+            self._give_up(waiting, now, told)
+        return len(late) + len(over)
+
+    def _turn_away(self, standing: Standing, now: float, told: dict[str, Any]) -> None:
+        """Extends whose time is over: each for itself if it is their turn, else those that need no room."""
+        waiting: _Waiting = standing.extends
+        first = self.line.first is standing
+        beside = self._beside()
+        refused: list[tuple[_Growth, NoSpace]] = []
+        for growth in waiting.growths:
+            if not isinstance(growth, _Growth):
+                continue
+            tenant = growth.lease.tenant
+            try:
+                if not first and (growth.num_fresh or any(growth.more)):
+                    raise self._no_space(growth.num_fresh, self.pools[DEVICE].locked, "release a lease", beside.need)
+                self._refuse_growth(tenant, growth.num_fresh, growth.more, beside)
+            except NoSpace as error:
+                refused.append((growth, self._waited(error, standing, now, told)))
+                continue
+            beside.add(tenant, growth.num_fresh, growth.more)
+        for growth, refusal in refused:
+            self.counters["refused"] += 1
+            self._fail_growth(waiting, growth, refusal)
+        if waiting.standing is not None:
+            self._leave_line(standing)
+            self._admit(waiting)
+
+    def _give_up(self, waiting: _Waiting, now: float, told: dict[str, Any]) -> None:
+        """Who waits for a copy of ours that does not end in time."""
+        assert waiting.patience is not None
+        lease, remedy = waiting.lease, "try again later, or restart the rank"
+        pool = self.pools[DEVICE]
+        if lease is not None:
+            self._leave_queue(waiting)
+            self.counters["refused"] += 1
+            error = self._waited(self._no_space(waiting.num_fresh, pool.locked, remedy), waiting, now, told)
+            self.wake(waiting.session, waiting.request, error)
+            self._give_back(lease, used=False)
+            return
+        for growth in waiting.growths:
+            if isinstance(growth, _Growth) and (growth.num_fresh or any(growth.more)):
+                self.counters["refused"] += 1
+                refusal = self._no_space(growth.num_fresh, pool.locked, remedy, -growth.num_fresh)
+                self._fail_growth(waiting, growth, self._waited(refusal, waiting, now, told))
+        if waiting in self._waiting:
+            self._leave_queue(waiting)
+            self.wake(waiting.session, waiting.request, self._extended(waiting.growths))
+
+    def _waited(self, error: NoSpace, who: Standing | _Waiting, now: float, told: dict[str, Any]) -> NoSpace:
+        """The refusal of one that waited: how long, and who holds what."""
+        assert who.patience is not None
+        waited_s = max(0.0, now - who.patience.since)
+        largest = ", ".join(f"session {each['session']} {each['pages']}" for each in told["holders"])
+        words = f"{error.message}; it waited {waited_s:.3g} s"
+        if largest:
+            words += f"; pages in leases: {largest}"
+        return NoSpace(words, **error.facts, **told, waited_s=waited_s)
+
+    def _held(self) -> dict[str, Any]:
+        """Who holds most, for a refusal: pages in the tables of leases, shared ones with each."""
+        holders = [
+            {
+                "session": s.id,
+                "leases": len(s.leases),
+                "pages": sum(lease.num_pages for lease in s.leases.values()),
+                "pinned_pages": sum(pin.num_pages for pins in s.pins.values() for pin in pins),
+                "ended": s.ended,
+            }
+            for s in self.sessions.values()
+            if s.leases or s.pins
+        ]
+        holders.sort(key=lambda each: (each["pages"], each["pinned_pages"]), reverse=True)
+        return {"holders": holders[:NUM_HOLDERS]}
+
+    @property
+    def oldest_wait(self) -> float | None:
+        """Since when the one waits that has waited longest, for room or for a copy of ours, on the caller's clock."""
+        waits = [standing.patience.since for standing in self.line]
+        waits += [waiting.patience.since for waiting in self._waiting if waiting.patience is not None]
+        return min(waits, default=None)
 
     def _take_no_more(self, lease: Lease) -> None:
         """It is being given back: no command from now on, and an extend of it that waits comes to nothing."""
         lease.releasing = True
         if lease.extending:
-            for waiting in self._waiting:
+            for waiting in [*self._waiting, *[each.extends for each in self.line.extends]]:
                 for growth in waiting.growths:
                     if isinstance(growth, _Growth) and growth.lease is lease:
                         error = Changed("the lease was released before there was room to extend it")

@@ -783,6 +783,20 @@ class L3:
         for prefetch in list(self.prefetches):
             self._leave(prefetch, lambda waiter: waiter.session is session)
 
+    def withdraw(self, session: Session, request: int, error: SglcacheError) -> bool:
+        """Whether this request waits here; then it does so no longer, and is answered with the error."""
+        for prefetch in list(self.prefetches):
+            for waiter in prefetch.waiters:
+                if waiter.session is session and waiter.request == request:
+
+                    def give_up(came: int) -> None:
+                        raise error
+
+                    waiter.go_on = give_up
+                    self._leave(prefetch, lambda each: each is waiter)  # noqa: B023  # called at once
+                    return True
+        return False
+
     @property
     def next_deadline(self) -> float | None:
         ends = (waiter.until for prefetch in self.prefetches for waiter in prefetch.waiters)

@@ -41,7 +41,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.program = Program(Rig(**settings(DrawnChooser(data), **self.fixed)))
+        choose = DrawnChooser(data)
+        self.program = Program(Rig(**{**settings(choose, **self.fixed), "waits": choose.integer(0, 1) > 0}))
         self.program.open(DrawnChooser(data))
         if self.program.rig.config.l3 is not None:
             self.program.earlier_life(DrawnChooser(data))
@@ -123,6 +124,11 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin_or_expire(self, data: st.DataObject) -> None:
         self.program.unpin(DrawnChooser(data))
+
+    @precondition(lambda self: self.program.rig.waits)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        self.program.withdraw(DrawnChooser(data))
 
     @rule(data=st.data())
     def open_session(self, data: st.DataObject) -> None:

@@ -197,6 +197,7 @@ class Program:
             (1, self.settle),
             *(((12, self.below), (3, self.prefetch)) if rig.config.l3 is not None else ()),
             *(((3, self.limit),) if rig.tenants else ()),
+            *(((3, self.withdraw), (3, self.wait_a_while)) if rig.waits else ()),
         )
         self._deck = [action for weight, action in self.actions for _ in range(weight)]
 
@@ -278,8 +279,34 @@ class Program:
             priority=choose.integer(-1, 2),
             fetch=choose.item((None, 0, self.time + choose.integer(1, 3), float("inf"))),
             tenant=self.tenant(choose),
+            **self.patience(choose),
         )
         self.prompts.append((namespace, key))
+
+    def patience(self, choose: Chooser) -> dict[str, float]:
+        """How long the next command waits for room, and for copies."""
+        if not self.rig.waits or not choose.integer(0, 2):
+            return {}
+        most = {"wait": choose.item((self.time + choose.integer(1, 3), float("inf")))} if choose.integer(0, 3) else {}
+        if not choose.integer(0, 2):
+            most["copies"] = self.time + choose.integer(1, 4)
+        return most
+
+    def withdraw(self, choose: Chooser) -> None:
+        """Something that waits, or nothing."""
+        rig = self.rig
+        waits = [(waits.acquired.session, waits.request) for waits in rig.waiting if waits.acquired is not None]
+        waits += [(each.session, each.request) for each in rig.line.everyone]
+        waits += [(asked.session, request) for request, asked in rig.fetching.items()]
+        if waits and choose.integer(0, 5):
+            session, request = choose.item(waits)
+            rig.withdraw(rig.runners[session.number], request)
+        elif runners := self.live():
+            rig.withdraw(choose.item(runners), 1 << 40)
+
+    def wait_a_while(self, choose: Chooser) -> None:
+        self.time += choose.integer(0, 2)
+        self.rig.expire(self.time)
 
     def put(self, choose: Chooser) -> None:
         """One whole journey at once: it fills the pools, so that everything else happens in full ones."""
@@ -320,7 +347,7 @@ class Program:
             if not choose.integer(0, 2):
                 upto = choose.integer(0, (len(each.tokens) + len(tokens)) // TOKEN_BYTES + size)
             items.append((each, tokens, choose.integer(0, size), upto))
-        self.rig.extend_all(runner, items)
+        self.rig.extend_all(runner, items, **self.patience(choose))
         self.prompts += [(Namespace(*each.namespace), each.tokens) for each in batch]
 
     def cancel(self, choose: Chooser) -> None:

@@ -32,12 +32,13 @@ from sglcache.core.effects import (
     Store,
     Wake,
 )
-from sglcache.core.index import LEFT, Index, IndexConfig
+from sglcache.core.index import LEFT, Index, IndexConfig, _Waiting
 from sglcache.core.key import ROOT, Namespace
 from sglcache.core.leases import Ticket
+from sglcache.core.line import Patience, Standing
 from sglcache.core.tiering import Backups
 from sglcache.core.tree import Node
-from sglcache.errors import BadRequest, Busy, Changed, NoSpace, SglcacheError
+from sglcache.errors import BadRequest, Busy, Cancelled, Changed, NoSpace, SglcacheError
 from sglcache.testing.model import (
     DEVICE,
     HOST,
@@ -51,6 +52,7 @@ from sglcache.testing.model import (
     SessionModel,
 )
 from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
+from sglcache.testing.queue import InLine, Queue
 from sglcache.testing.subscriber import Subscriber
 from sglcache.testing.third import FakeL3, Op, Step, WatchedL3
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
@@ -108,6 +110,7 @@ class Waits:
     # By tenant, pages that could be had when there were fewest (see Model.room): what fits in these is not refused.
     least: dict[int, tuple[int, int]] = field(default_factory=dict)
     at_once: bool = False  # it has only just begun to wait: who waits before it has no say yet
+    copies: float = float("inf")  # how long it may wait for the end of a copy
 
     @property
     def num_fresh(self) -> int:
@@ -129,6 +132,7 @@ class Fetching:
     path: tuple[Page, ...]
     make: Callable[[], tuple[LeaseModel, int]] | None  # an acquire's lease, and the pages it needs, as of now
     until: float
+    patience: Patience | None = None
 
 
 class Watched(Index):
@@ -201,6 +205,16 @@ class Watched(Index):
         own = ceiling is not None and charged[tenant] - left[tenant] + extra > ceiling
         needed = self.pools[c].free + (len(leaving) if c == DEVICE else 0) < num_pages
         return Asks(tenant, own, needed, whose, spare)
+
+    def _leave_line(self, standing: Standing, served: bool = False) -> None:
+        super()._leave_line(standing, served)
+        if served:
+            self.happened.append(Step(self.num_wakes, "turn", request=standing.request))
+
+    def _admit(self, waiting: _Waiting) -> None:
+        if not (self.happened and self.happened[-1] == Step(self.num_wakes, "turn", request=waiting.request)):
+            self.happened.append(Step(self.num_wakes, "turn", request=waiting.request))
+        super()._admit(waiting)
 
     def path(self, node: Node) -> tuple[Page, ...]:
         """All pages up to the end of `node`."""
@@ -275,9 +289,10 @@ class WatchedBackups(Backups):
 
 
 class Rig:
-    """One index under test. `config` as IndexConfig's fields."""
+    """One index under test. `config` as IndexConfig's fields; `waits`: programs have commands wait for room."""
 
-    def __init__(self, *, checks: bool = True, **config: Any) -> None:
+    def __init__(self, *, checks: bool = True, waits: bool = False, **config: Any) -> None:
+        self.waits = waits
         self.config = IndexConfig(**config)
         self.page_size = self.config.page_size
         self.book = Book(self.page_size, self.config.hash_name, self.config.bigram)
@@ -308,6 +323,14 @@ class Rig:
         self.memory: list[list[list[object]]] = [[["never written"] * n for _ in range(PARTS)] for n in sizes]
         self.acks: list[tuple[CopyModel, bool]] = []  # acks of write-throughs that wait for an earlier one's
         self.waiting: list[Waits] = []
+        self.line = Queue()  # who waits for room that others lock
+        self.time = 0.0  # on the callers' clock
+        self.withdrawing = 0  # the request that is being withdrawn
+        self._distrusted = False  # somebody has waited too long for a copy, and none has ended since
+        self._expiring = False
+        self._turned_away = 0  # by that
+        self._was_first: InLine | None = None  # in line, before that
+        self._fits_all = True
         self.cancels: dict[int, LeaseModel] = {}  # requests of cancels that were not answered
         self.l3 = FakeL3(self.book)
         self.fetching: dict[int, Fetching] = {}  # requests that wait for L3
@@ -387,10 +410,12 @@ class Rig:
                     else:
                         self._stepped(each)
             self._seen = self._early = during
-        elif self.index.l3 is None:
+        elif self.index.l3 is None and not self._expiring:
             self._take_victims(DEVICE, 0, need)
         if then is not None:
             then(result)
+        if self._expiring and self.index.l3 is None:
+            self._take_victims(DEVICE, 0, need)  # for who waits in line: what was pinned may go by now
         self._take_effects([effect for effect in effects if not isinstance(effect, Publish)], seen)
         for session in self.model.sessions.values():
             if not session.ended:
@@ -502,6 +527,8 @@ class Rig:
         elif step.kind == "free":
             for slot in step.slots:
                 del model.fetched[slot]
+        elif step.kind == "turn":
+            self._turn_comes(step.request)
         else:
             assert step.kind == "serve"
             self._serve(step.request)
@@ -513,6 +540,10 @@ class Rig:
         if asked.session.ended:
             self.left.add(request)
             return
+        if isinstance(result, Cancelled):
+            assert request == self.withdrawing
+            self.left.add(request)
+            return
         if asked.make is None:
             reach = self.model.reach(asked.path)[1] * self.page_size
             assert isinstance(result, Prefetched), f"{result!r}"
@@ -520,16 +551,131 @@ class Rig:
             self.left.add(request)
             return
         lease, fresh = asked.make()
-        if isinstance(result, SglcacheError):
-            assert isinstance(result, NoSpace), f"{result!r}"
-            later = self._left(lease.tenant, lease.path[: lease.pinned], later=True)
-            assert fresh > later, f"{result!r}; {later} pages can be had"
+        short = fresh > 0 and (len(self.line) > 0 or fresh > self._room_later(lease.path[: lease.pinned], lease.tenant))
+        patience = asked.patience
+        waited = isinstance(result, NoSpace) and "waited_s" in result.facts  # for room, too, if only for this moment
+        if isinstance(result, SglcacheError) and not waited:
+            self._check_refusal(result, short, fresh + lease.pinned, patience, asked.session)
             self.left.add(request)
+            return
+        if short:
+            assert result is None or waited, f"{result!r}"
+            assert patience is not None
+            self._stands(request, asked.session, patience, make=asked.make, num_bytes=len(lease.tokens))
             return
         self.model.opened(lease)
         lease.num_fresh = fresh
         lease.waiting = True
-        self.waiting.append(Waits(request, lease, at_once=True))
+        self.waiting.append(Waits(request, lease, at_once=True, copies=_copies(patience)))
+
+    # -- in line for room -------------------------------------------------------------------------------
+
+    def _patience(self, wait: float | None, copies: float | None) -> Patience | None:
+        if wait is None and copies is None:
+            return None
+        return Patience(self.time, wait, float("inf") if copies is None else copies)
+
+    def _stands(self, request: int, session: SessionModel, patience: Patience, **what: Any) -> None:
+        assert patience.room is not None, "it stands in line, and was not to wait"
+        self.line.add(InLine(request, session, patience.since, patience.room, patience.copies, **what))
+
+    def _check_refusal(
+        self, error: SglcacheError, short: bool, total: int, patience: Patience | None, session: SessionModel
+    ) -> None:
+        """It was answered at once that there is no room."""
+        assert short, f"{error!r}"
+        waits = patience is not None and patience.room is not None and total <= self.config.num_pages
+        assert isinstance(error, Busy if waits else NoSpace), f"{error!r}"
+        if waits:
+            full = len(self.line) >= self.config.max_waiting
+            assert full or self.line.of(session) >= self.config.max_waiting_of_session, f"{error!r}"
+        else:
+            assert error.waiting == len(self.line)
+
+    def _turn_comes(self, request: int) -> None:
+        """There is room for one in line: it goes on as any other that waits for a slice, or for a copy."""
+        each = self.line.find(request)
+        assert each is not None, f"it is the turn of {request}, which stands in no line"
+        first = each is self.line.first
+        self._fits_all = True
+        if each.make is not None:
+            assert first, f"{each} overtook {self.line.first}"
+            lease, fresh = each.make()
+            later = self._room_later(lease.path[: lease.pinned])
+            assert fresh <= max(0, later), f"it is the turn of {each}, which needs {fresh} pages of {later}"
+            self.model.opened(lease)
+            lease.num_fresh = fresh
+            lease.waiting = True
+            waits = Waits(request, lease, at_once=True, copies=each.copies)
+        else:
+            late = self._expiring and each.until <= self.time
+            if not self._fit(each, first):
+                assert late, f"{each} went on in part before its time was over"
+                self._turned_away += 1
+            waits = Waits(request, growing=each.growing, at_once=True, copies=each.copies)
+            waits.least = {0: self._room(0, later=True)}
+            # What has no room was refused before.
+            if any(growing.error is NoSpace for growing in each.growing):
+                waits.least = {0: (0, 0)}
+        self.line.remove(each, served=first and self._fits_all)
+        self.waiting.append(waits)
+
+    def _fit(self, each: InLine, first: bool) -> bool:
+        """Whether there is room for all that an extend in line is to get; what has none will be refused."""
+        room, need = self._room_later(), 0
+        self._fits_all = True
+        for growing in each.growing:
+            if growing.error is None:
+                if growing.fresh and (need + growing.fresh > room or not first):
+                    growing.error = NoSpace
+                    self._fits_all = False
+                else:
+                    need += growing.fresh
+        return self._fits_all
+
+    def _left_line(self, each: InLine, result: object) -> None:
+        """One in line was answered, and it was not its turn."""
+        first = each is self.line.first
+        place = self.line.place(each)
+        self._fits_all = True
+        if isinstance(result, Cancelled):
+            assert each.request == self.withdrawing
+        elif each.make is None and not each.session.ended:
+            assert isinstance(result, Extended), f"{result!r}"
+            if self._expiring and each.until <= self.time:
+                self._fit(each, first)
+                self._turned_away += 1
+            assert all(growing.error is not None for growing in each.growing), f"{result!r} of {each}"
+            self._extended(each.growing, result.results, {})
+        elif not each.session.ended:
+            assert each.make is not None
+            lease, fresh = each.make()
+            if isinstance(result, NoSpace):
+                late = self._expiring and each.until <= self.time
+                assert late or fresh + lease.pinned > self.config.num_pages, f"{result!r} of {each}"
+                had_room = fresh <= self._room_later(lease.path[: lease.pinned])
+                assert each is not self._was_first or not had_room, f"{result!r} of {each}"
+                if late:
+                    self._turned_away += 1
+                    assert result.waited_s == self.time - each.since
+                    assert result.place == place, f"{result!r}; {each} has place {place}"
+                    assert result.waiting == len(self.line)
+            else:
+                assert isinstance(result, Changed), f"{result!r} of {each}"
+        self.line.remove(each, served=False)
+
+    def withdraw(self, runner: Runner, request: int) -> bool:
+        """Have a request wait no longer, for whatever it does."""
+        waits = request in [each.request for each in self.waiting] or self.line.find(request) is not None
+        self.withdrawing = request
+
+        def then(result: bool | SglcacheError) -> None:
+            assert result is (waits or request in self.fetching), f"{result!r}"
+
+        result = self.turn(lambda: self.index.withdraw(runner.id, request), then, need=None)
+        assert result is False or request not in self.fetching
+        self.withdrawing = 0
+        return result is True
 
     def _asked_l3(self, effect: Store | Probe | Fetch | Cancel) -> None:
         """It may begin this moment."""
@@ -683,13 +829,28 @@ class Rig:
         if wake.request in self.left:
             self.left.remove(wake.request)
             return
+        in_line = self.line.find(wake.request)
+        if in_line is not None:
+            self._left_line(in_line, result)
+            return
         waits = next((w for w in self.waiting if w.request == wake.request), None)
         if waits is not None:
             error = isinstance(result, SglcacheError) and session.ended
+            if isinstance(result, Cancelled):
+                assert waits.request == self.withdrawing
+                self.waiting.remove(waits)
+                if waits.acquired is not None:
+                    self.model.refused(waits.acquired)
+                return
+            if self._expiring and waits.copies <= self.time and _waited_in_vain(waits, result):
+                self._gave_up(waits, result)
+                return
             changed = isinstance(result, Extended) and not any(isinstance(each, bytes) for each in result.results)
             assert error or changed or waits.at_once or waits is self.waiting[0], (
                 f"{waits} was served before {self.waiting[0]}"
             )
+            if isinstance(result, Grant) and waits.num_fresh:
+                assert waits is self.waiting[0], f"{waits} was served before {self.waiting[0]}"
             self.waiting.remove(waits)
             lease = waits.acquired
             if error:
@@ -737,6 +898,22 @@ class Rig:
             self.model.commit_failed(item)
         else:
             assert item.dropped, f"{item} was answered with {result!r}"
+
+    def _gave_up(self, waits: Waits, result: object) -> None:
+        """It had waited for a copy as long as it may."""
+        self.waiting.remove(waits)
+        self._turned_away += 1
+        self._distrusted |= any(copy.target == HOST for copy in self.model.copies.values())
+        if waits.acquired is not None:
+            assert isinstance(result, NoSpace), f"{result!r}"
+            assert result.waited_s >= 0
+            self.model.refused(waits.acquired)
+            return
+        assert isinstance(result, Extended), f"{result!r}"
+        for each in waits.growing:
+            if each.error is None and each.fresh:
+                each.error = NoSpace
+        self._extended(waits.growing, result.results, {})
 
     def _check_bytes(self, path: Iterable[Page], slots: list[int], first: int) -> None:
         """What an answer calls canonical holds the right bytes on every shard, now."""
@@ -803,11 +980,15 @@ class Rig:
         priority: int = 0,
         fetch: float | None = None,
         tenant: str | None = None,
+        wait: float | None = None,
+        copies: float | None = None,
     ) -> LeaseModel | SglcacheError | None:
         """The lease; NoSpace exactly when locks leave too little, Changed exactly when `exact` is not what matches.
 
-        None while it waits for `step`, or for copies to be over.
+        None while it waits for `step`, or for copies to be over; or, with `wait`, in line until then for room that
+        others lock. `copies`: how long it waits for the end of one.
         """
+        patience = self._patience(wait, copies)
         key = tokens if isinstance(tokens, bytes) else pack(tokens)
         model, request = self.model, self._request()
         path = self.book.path(namespace, key)
@@ -842,14 +1023,15 @@ class Rig:
         lease, fresh = make()
         pinned, matched = lease.pinned, lease.matched
         now, later = (self._left(lease.tenant, path[:pinned], later=each) for each in (False, True))
-        crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting))
+        crowded = fresh > model.num_free(DEVICE) or (fresh > 0 and bool(self.waiting or len(self.line)))
         crowded = crowded or self._over(lease.tenant, fresh)
+        short = crowded and (fresh > later or (fresh > 0 and len(self.line) > 0))
 
         def then(result: Grant | SglcacheError | None) -> None:
             if waits_for_l3:
                 assert result is None, f"{result!r}, and L3 was to be asked"
                 assert fetch is not None
-                self.fetching[request] = Fetching(runner.session, path, make, fetch)
+                self.fetching[request] = Fetching(runner.session, path, make, fetch, patience)
                 return
             agreed = exact is None or exact == matched * self.page_size
             assert isinstance(result, Changed) is not agreed, f"{result!r}; {matched} pages match, {exact=} tokens"
@@ -857,17 +1039,19 @@ class Rig:
                 assert result.matched_tokens == matched * self.page_size
                 return
             if isinstance(result, SglcacheError):
-                assert isinstance(result, NoSpace), f"{result!r}"
-                assert crowded
-                assert fresh > later, f"{result!r}; {later} pages can be had"
+                self._check_refusal(result, short, fresh + pinned, patience, runner.session)
                 return
-            assert not crowded or fresh <= later
+            if short:
+                assert result is None, f"{result!r} while {self.line.first} waits, of {later} pages"
+                assert patience is not None, f"it waits for {fresh} pages of {later}"
+                self._stands(request, runner.session, patience, make=make, num_bytes=len(key))
+                return
             self._check_answer(result is None, crowded, fresh, now)
             model.opened(lease)
             lease.num_fresh = fresh
             if result is None:
                 lease.waiting = True
-                self.waiting.append(Waits(request, lease))
+                self.waiting.append(Waits(request, lease, copies=_copies(patience)))
             else:
                 self._granted(lease, result)
 
@@ -885,6 +1069,7 @@ class Rig:
                 priority=priority,
                 fetch=fetch,
                 tenant=tenant,
+                patience=patience,
             ),
             then,
             need=None if self.waiting or self._sliced else fresh,
@@ -945,13 +1130,19 @@ class Rig:
         return result.results[0] if isinstance(result, Extended) else result
 
     def extend_all(
-        self, runner: Runner, items: Sequence[tuple[LeaseModel, bytes, int, int | None]]
+        self,
+        runner: Runner,
+        items: Sequence[tuple[LeaseModel, bytes, int, int | None]],
+        wait: float | None = None,
+        copies: float | None = None,
     ) -> Extended | SglcacheError | None:
         """Each item for itself: NoSpace exactly where locks and those before it leave too little; None: it waits."""
         model, request = self.model, self._request()
         names = {lease.tenant for lease, *_ in items}
         rooms = {tenant: self._room(tenant, later=True) for tenant in names}
         promised = [want for waits in self.waiting for want in waits.wants]
+        patience = self._patience(wait, copies)
+        short = False
         growing: list[Growing] = []
         wants: list[tuple[int, int]] = []
         need = 0
@@ -963,8 +1154,14 @@ class Rig:
             error: type[SglcacheError] | None = None
             if self.extending(lease) or any(each.lease is lease and each.error is None for each in growing):
                 error = BadRequest
-            elif fresh and not self._fits(rooms[lease.tenant], [*promised, *wants], lease.tenant, fresh):
-                error = NoSpace
+            elif fresh and (
+                not self._fits(rooms[lease.tenant], [*promised, *wants], lease.tenant, fresh) or self.line.extends
+            ):
+                most = self.config.num_pages
+                if wait is None or need + fresh > most or len(lease.table) + fresh > most:
+                    error = NoSpace
+                else:
+                    short = True
             growing.append(Growing(lease, tokens, fresh, error))
             if error is None:
                 need += fresh
@@ -975,16 +1172,23 @@ class Rig:
         now = 1 << 62 if self._all_fit_now(wants) else -1
 
         def then(result: Extended | SglcacheError | None) -> None:
-            assert not isinstance(result, SglcacheError), f"{result!r}"
+            if isinstance(result, SglcacheError):
+                self._check_refusal(result, short, 0, patience, runner.session)
+                return
+            if short:
+                assert result is None, f"{result!r} while {self.line.first} waits, of {rooms}"
+                assert patience is not None
+                self._stands(request, runner.session, patience, growing=growing)
+                return
             self._check_answer(result is None, crowded, need, now)
             if result is None:
-                self.waiting.append(Waits(request, growing=growing))
+                self.waiting.append(Waits(request, growing=growing, copies=_copies(patience)))
             else:
                 self._extended(growing, result.results, {})
 
         sent = [Extension(lease.number, tokens, reserve, upto) for lease, tokens, reserve, upto in items]
         return self.turn(
-            lambda: self.index.extend(runner.id, request, sent),
+            lambda: self.index.extend(runner.id, request, sent, patience),
             then,
             need=None if self.waiting or self._sliced else need,
             asks=True,
@@ -1023,7 +1227,7 @@ class Rig:
     def _room(self, tenant: int, keep: Sequence[Page] = (), *, later: bool) -> tuple[int, int]:
         """See Model.room."""
         leaving = self.index.leaving() if self._writes_back and self.tenants else ()
-        return self.model.room(DEVICE, tenant, keep, leaving, later)
+        return self.model.room(DEVICE, tenant, keep, leaving, later and not self._distrusted)
 
     def _left(self, tenant: int, keep: Sequence[Page] = (), *, later: bool) -> int:
         """Pages that can be had for who comes now, and keeps these, beside those that are promised; `later`: once the
@@ -1079,6 +1283,9 @@ class Rig:
 
         return self.turn(lambda: self.index.set_tenant(name, changes), then)
 
+    def _room_later(self, keep: Sequence[Page] = (), tenant: int = 0) -> int:
+        return self._left(tenant, keep, later=True)
+
     @property
     def more(self) -> bool:
         """`step` would get on with something."""
@@ -1086,13 +1293,18 @@ class Rig:
 
     def _takes_no_more(self, lease: LeaseModel) -> None:
         """An extend of it that waits for room comes to nothing."""
-        for waits in self.waiting:
-            for each in waits.growing:
-                if each.lease is lease and each.error is None:
-                    each.error = Changed
+        for each in self._growing:
+            if each.lease is lease and each.error is None:
+                each.error = Changed
+
+    @property
+    def _growing(self) -> list[Growing]:
+        """Of all extends that wait."""
+        waiting = [each for waits in self.waiting for each in waits.growing]
+        return waiting + [each for waits in self.line.everyone for each in waits.growing]
 
     def extending(self, lease: LeaseModel) -> bool:
-        return any(each.lease is lease and each.error is None for waits in self.waiting for each in waits.growing)
+        return any(each.lease is lease and each.error is None for each in self._growing)
 
     def plan_commit(self, runner: Runner, lease: LeaseModel, tokens: int | None = None) -> Item:
         """Give a commit its ticket. From now on its event may be done; `issue` sends the command."""
@@ -1205,6 +1417,7 @@ class Rig:
             order = [c for c in model.copies.values() if c.target == HOST]
             while order and (ack := next((a for a in self.acks if a[0] is order[0]), None)):
                 self.acks.remove(ack)
+                self._distrusted = False
                 model.write_through_over(*ack)
                 order.pop(0)
                 gone = [each for each in self.index.evictions if each.left and set(each.node) <= set(ack[0].pages)]
@@ -1275,14 +1488,27 @@ class Rig:
             on_host += 1
         held = [(DEVICE, path[:on_device]), (HOST, path[:on_host])]
 
+        mine = sum(pin.session is runner.session for pin in self.model.pins)
+        pinned = [
+            {page for pin in self.model.pins for tier, path in pin.held if tier == t for page in path} for t in (0, 1)
+        ]
+        most = [int(total * self.config.max_pinned_fraction) for total in self.model.total]
+        wants = [len(pinned[tier].union(path)) for tier, path in held]
+        too_much = any(want > most[tier] and want > len(pinned[tier]) for tier, want in enumerate(wants))
+
         def then(result: int | SglcacheError) -> None:
+            assert isinstance(result, Busy) is (mine >= self.config.max_pins), f"{result!r}; it has {mine} pins"
+            if isinstance(result, Busy):
+                return
+            assert isinstance(result, NoSpace) is too_much, f"{result!r}; {wants} pages would be pinned, {most} may be"
+            if isinstance(result, NoSpace):
+                return
             assert result == matched * self.page_size
             if matched:
                 self.model.pin(PinModel(runner.session, owner, held, expires_at))
 
         result = self.turn(lambda: self.index.pin(runner.id, key, namespace, owner, expires_at), then)
-        assert isinstance(result, int)
-        return result
+        return 0 if isinstance(result, SglcacheError) else result
 
     def unpin(self, runner: Runner, owner: str) -> int:
         mine = [pin for pin in self.model.pins if pin.session is runner.session and pin.owner == owner]
@@ -1298,17 +1524,23 @@ class Rig:
 
     def expire(self, now: float) -> int:
         over = [pin for pin in self.model.pins_in_order() if pin.expires_at <= now]
+        self.time, self._expiring, self._turned_away = now, True, 0
+        self._was_first = self.line.first
 
         def then(_: object) -> None:
             for pin in over:
                 self.model.unpin(pin)
 
-        late = [request for request, asked in self.fetching.items() if asked.until <= now]
+        late = sum(asked.until <= now for asked in self.fetching.values())
         result = self.turn(lambda: self.index.expire(now), then, need=None)
-        assert result == len(over) + len(late)
+        self._expiring = False
+        assert result == len(over) + late + self._turned_away
         ends = [pin.expires_at for pin in self.model.pins]
-        ends += [asked.until for asked in self.fetching.values() if asked.until < float("inf")]
-        assert self.index.next_expiry == min(ends, default=None)
+        ends += [asked.until for asked in self.fetching.values()]
+        ends += [each.until for each in self.line.everyone] + [waits.copies for waits in self.waiting]
+        may_be = self.config.l3 is not None  # what comes back from there goes on to wait in the turn's end
+        assert may_be or all(end > now for end in ends), f"something is past its end at {now}: {sorted(ends)}"
+        assert self.index.next_expiry == min((end for end in ends if end < float("inf")), default=None)
         return len(over)
 
     def clear(self, tier: Tier | None = None) -> dict[Tier, int] | SglcacheError:
@@ -1396,6 +1628,14 @@ class Rig:
 
     def _check_waiting(self) -> None:
         """Who waits first waits for something that will happen: a slice, or the end of a copy of ours."""
+        if not self.index.busy and (standing := self.line.first) is not None:
+            later = self._room_later()
+            if standing.make is not None:
+                lease, need = standing.make()
+                later = self._room_later(lease.path[: lease.pinned])
+            else:
+                need = sum(each.fresh for each in standing.growing if each.error is None)
+            assert need > max(0, later), f"{standing} waits for {need} pages, and {later} can be had"
         if not self.waiting:
             return
         first, model = self.waiting[0], self.model
@@ -1431,7 +1671,8 @@ class Rig:
         assert (stats.num_leases, stats.num_fenced_leases) == (leases, len(model.fenced))
         below = self.index.l3
         assert stats.num_copies == len(model.copies) + (below.num_busy if below is not None else 0)
-        assert stats.num_waiting == len(self.waiting) + len(self.fetching)
+        assert stats.num_waiting == len(self.waiting) + len(self.line) + len(self.fetching)
+        assert len(self.index.line) == len(self.line)
 
     def _check_tenants(self) -> None:
         """Who pays for what, and that nobody is above its ceiling."""
@@ -1543,6 +1784,7 @@ class Rig:
         """Everything under way comes to its end; then nothing is held by anyone."""
         self.steps()
         self._quieten()
+        self.expire(self.time)
         while self.waiting:
             assert self.in_flight(), f"{self.waiting} wait, and no copy is under way"
             self.copies_done()
@@ -1568,6 +1810,10 @@ class Rig:
             if pin in self.model.pins:
                 self.unpin(self.runners[pin.session.number], pin.owner)
         self._quieten()
+        if self.waits and any(runner.session.leases for runner in self.runners.values()):
+            self.settle()  # who stood in line was served
+            return
+        assert not len(self.line), f"nothing is held, and yet {self.line.first} waits"
         assert not self.index.backups.num_skipped or self.tenants, (
             "nothing is held, and yet what found no room on the host was not sent"
         )
@@ -1576,6 +1822,18 @@ class Rig:
         for pool in self.index.stats().pools:
             assert (pool.locked, pool.leased, pool.fenced) == (0, 0, 0), f"something is held by nobody: {pool}"
             assert pool.free + pool.cached == pool.total
+
+
+def _waited_in_vain(waits: Waits, result: object) -> bool:
+    """Something of it that could be had was refused."""
+    if isinstance(result, Extended):
+        answers = zip(waits.growing, result.results, strict=True)
+        return any(each.error is None and not isinstance(answer, bytes) for each, answer in answers)
+    return isinstance(result, SglcacheError)
+
+
+def _copies(patience: Patience | None) -> float:
+    return float("inf") if patience is None else patience.copies
 
 
 def _less(a: dict[Page, int], b: dict[Page, int]) -> dict[Page, int]:

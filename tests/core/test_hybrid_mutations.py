@@ -113,7 +113,7 @@ MUTATIONS = [
     mutation(
         "those of one extend are promised the same slots",
         Index,
-        "extend",
+        "_refuse_growth",
         "self._refuse_slots(i, Need(count, 0, {}), more[i])",
         "self._refuse_slots(i, Need(count, 0, {}))",
         by=cases.test_each_of_many_extends_is_for_itself,
@@ -224,7 +224,7 @@ MUTATIONS = [
     mutation(
         "an extend is not refused for want of a companion",
         Index,
-        "extend",
+        "_refuse_growth",
         "self._refuse_slots(i, Need(count, 0, {}), more[i])",
         "pass",
         seed=8,

@@ -41,8 +41,11 @@ def test_any_program_under_hypothesis() -> None:
 BELOW = {"num_pages": 10, "host_pages": 10}  # so little that the rest is in L3
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "any": ({}, False),
-    "one tier": ({"host_pages": 0}, False),
-    "loads": ({"num_pages": 10, "host_pages": 40}, False),  # what is evicted from the device is still on the host
+    "one tier": ({"host_pages": 0, "max_waiting": 4, "max_waiting_of_session": 3, "max_pinned_fraction": 0.4}, False),
+    "loads": (
+        {"num_pages": 10, "host_pages": 40, "max_pins": 2},
+        False,
+    ),  # what is evicted from the device is still on the host
     "slices": ({"evict_slice": 1, "cut_slice": 8}, False),  # acquires that wait for room, batches that wait for a cut
     "small tables": ({}, True),
     "bigrams": ({"bigram": True}, False),
@@ -78,6 +81,7 @@ def test_any_seeded_program(variant: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(l3, "SEGMENT", 3)
     first = random.randrange(1 << 40) if DEEP else 0
     for seed in range(first, first + (200 if variant == "any" else 100) * max(1, DEEP)):
+        fixed["waits"] = seed % 2 == 1  # commands wait for room
         try:
             run(seed, **fixed)
         except Exception as exc:

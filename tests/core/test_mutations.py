@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import test_l3 as paths
+import test_line as in_line
 import test_tiering as tiers
 
-from sglcache.core import eventlog, eviction, hashing, index, l3, snapshot, tiering, tree
+from sglcache.core import eventlog, eviction, hashing, index, l3, line, snapshot, tiering, tree
 from sglcache.core.eviction import Policy
 from sglcache.core.key import ROOT
 from sglcache.core.tiering import WritePolicy
@@ -242,6 +243,14 @@ Backups = tiering.Backups
 Recency, Ranked = eviction.Recency, eviction.Ranked
 TWO_POLICIES = {"host_pages": 24, "eviction": Policy("lru"), "host_eviction": Policy("mru")}
 LRU_ONLY = {"eviction": Policy(), "host_eviction": Policy()}
+IN_LINE: dict[str, Any] = {
+    "waits": True,
+    "num_pages": 10,
+    "host_pages": 0,
+    "max_waiting_of_session": 3,
+    "max_pinned_fraction": 0.4,
+}
+STUCK_COPIES: dict[str, Any] = {"waits": True, "num_pages": 10, "host_pages": 24, "l3": None}
 TWO_TIERS = {"host_pages": 24}
 WRITES_BACK = {"num_pages": 10, "host_pages": 24, "write_policy": WritePolicy("write_back")}
 L3, Shelf = l3.L3, l3.Shelf
@@ -886,9 +895,9 @@ MUTATIONS = [
     mutation(
         "a batch is promised a page twice",
         Index,
-        "extend",
-        "need + num_fresh > room + (",
-        "num_fresh > room + (",
+        "_refuse_growth",
+        "need + num_fresh > sum(looked)",
+        "num_fresh > sum(looked)",
         seed=97,
     ),
     mutation("a lease is extended twice at once", Index, "extend", "lease.extending = True", "pass"),
@@ -912,12 +921,17 @@ MUTATIONS = [
         **TWO_TIERS,
     ),
     mutation(
-        "locks of others go with a copy", Index, "_in_copies", "node.cells[lock] == count", "node.cells[lock]", **LOADS
+        "locks of others go with a copy",
+        Index,
+        "_locked_by_copies",
+        "node.cells[lock] == count",
+        "node.cells[lock]",
+        **LOADS,
     ),
     mutation(
         "a match is counted as a copy's",
         Index,
-        "_in_copies",
+        "_locked_by_copies",
         " and node not in matched",
         "",
         by=a_match_that_a_copy_locks,
@@ -925,7 +939,7 @@ MUTATIONS = [
     mutation(
         "half a match is counted as a copy's",
         Index,
-        "_in_copies",
+        "_locked_by_copies",
         "pages -= at // self.page_bytes",
         "pass",
         seed=92,
@@ -956,6 +970,126 @@ MUTATIONS = [
         "self._stuck = self.revision",
         evict_slice=1,
     ),
+    # -- in line for room
+    mutation(
+        "who comes later overtakes who waits",
+        Index,
+        "acquire",
+        "if self.line and not in_turn and (num_fresh or any(more)):",
+        "if False:",
+        **IN_LINE,
+    ),
+    mutation(
+        "an extend overtakes one that waits",
+        Index,
+        "extend",
+        "bool(self.line.extends.size), False",
+        "False, False",
+        by=in_line.test_an_extend_does_not_overtake_an_extend,
+        **IN_LINE,
+    ),
+    mutation("a session is served again and again", line.Rota, "remove", "served or not row", "not row", **IN_LINE),
+    mutation(
+        "acquires go before the extends they wait for",
+        line.Line,
+        "first",
+        "self.extends.first or self.acquires.first",
+        "self.acquires.first or self.extends.first",
+        **IN_LINE,
+    ),
+    mutation(
+        "what is given back wakes nobody in line",
+        Index,
+        "busy",
+        "self._tried != self.revision",
+        "self._tried is None",
+        Edit(Index, "step", "self._tried != self.revision", "self._tried is None"),
+        **IN_LINE,
+    ),
+    mutation(
+        "who needs less now is not tried again",
+        Index,
+        "_fail_growth",
+        "self._stuck = self._tried = None",
+        "self._stuck = None",
+        **IN_LINE,
+    ),
+    mutation("a deadline comes late", line.Line, "late", "<= now", "< now", **IN_LINE),
+    mutation(
+        "the last in line is not told",
+        Index,
+        "_expire_waiting",
+        "for standing in late:",
+        "for standing in late[:1]:",
+        **IN_LINE,
+    ),
+    mutation(
+        "an extend out of turn takes what is left at its deadline",
+        Index,
+        "_turn_away",
+        "if not first and (",
+        "if False and (",
+        by=in_line.test_an_extend_out_of_turn_takes_nothing_at_its_deadline,
+        **IN_LINE,
+    ),
+    mutation(
+        "what there never is is waited for",
+        Index,
+        "_never",
+        "count > pool.total",
+        "count > 2 * pool.total",
+        by=in_line.test_what_there_never_is_is_refused_at_once,
+    ),
+    mutation(
+        "there is no end to those who may wait",
+        line.Line,
+        "stand",
+        "mine >= self.max_of_session",
+        "False",
+        by=in_line.test_a_bounded_number_may_wait_and_what_is_beyond_is_busy,
+    ),
+    mutation(
+        "a session's end leaves it in line",
+        Index,
+        "end_session",
+        "            self._leave_line(standing)\n",
+        "",
+        **IN_LINE,
+    ),
+    mutation(
+        "who is withdrawn keeps its pins",
+        Index,
+        "withdraw",
+        "self._give_back(waiting.lease, used=False)",
+        "pass",
+        **{**IN_LINE, "evict_slice": 1},
+    ),
+    mutation(
+        "a lease whose extend was withdrawn can't be extended",
+        Index,
+        "_let_grow",
+        "growth.lease.extending = False",
+        "pass",
+        **IN_LINE,
+    ),
+    mutation(
+        "a copy that does not end is waited for again",
+        Index,
+        "_distrusts",
+        "return",
+        "return False and",
+        **STUCK_COPIES,
+    ),
+    mutation(
+        "who waits for a copy that does not end has no deadline",
+        Index,
+        "_expire_waiting",
+        "waiting.deadline <= now",
+        "waiting.deadline < 0",
+        **STUCK_COPIES,
+    ),
+    mutation("pins keep all there is", Index, "_refuse_pin", "pinned + more > most", "False", **IN_LINE),
+    mutation("a pin of what is pinned counts again", Index, "_refuse_pin", "if more and pinned", "if bound", **IN_LINE),
     # -- cancel
     mutation(
         "a cancel does not wait for the load", Index, "cancel", "held.load is not None", "False", seed=22, **LOADS
