@@ -864,6 +864,86 @@ class StateConfig(Section):
     )
 
 
+class LimitsConfig(Section):
+    """`[limits]`: what a rank lets its clients have and do, so that none takes all of it from the others."""
+
+    acquire_wait_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="How long an acquire or extend waits for room that others hold, if it does not say; 0: not at all.",
+    )
+    max_wait_s: float = Field(
+        default=300.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="The longest that anyone waits for room, or for the third tier, whatever it says.",
+    )
+    copy_wait_s: float = Field(
+        default=10.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="How long anyone waits for room that only a copy of ours to the host locks.",
+    )
+    max_waiting: int = Field(default=1024, ge=1, le=1 << 20, description="Commands that may wait for room, in all.")
+    max_waiting_per_session: int = Field(default=256, ge=1, le=1 << 20, description="And of one session.")
+    max_connections: int = Field(default=4096, ge=1, le=1 << 20, description="Connections to the control socket.")
+    max_sessions: int = Field(default=1024, ge=1, le=1 << 20, description="Model runners that are attached at once.")
+    max_leases_per_session: int = Field(default=65536, ge=1, le=1 << 24, description="Leases of one model runner.")
+    max_events: int = Field(
+        default=1 << 20, ge=1, le=1 << 28, description="Events in the ring of one process of a model runner."
+    )
+    max_pipelined: int = Field(
+        default=16384,
+        ge=1,
+        le=1 << 20,
+        description="Commands of a connection without an answer; beyond that it is not read from until some have one.",
+    )
+    slow_reader_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="A peer that takes none of its answers for so long is thrown out.",
+    )
+    max_unsent: Annotated[Size, Field(ge=1 << 20)] = Field(  # type: ignore[assignment]  # as a file has it
+        default="64 MiB", description="Answers that wait for a peer to read them; beyond that it is thrown out."
+    )
+    max_expensive: int = Field(
+        default=8,
+        ge=1,
+        le=1024,
+        description="Dumps, proofs, clears and announcements under way at once, in all; one of each kind a connection.",
+    )
+    max_pinned_fraction: float = Field(
+        default=0.5, ge=0, le=1, description="The part of each tier's pages that pins may keep from eviction."
+    )
+    max_pins: int = Field(default=1024, ge=0, le=1 << 16, description="Pins of one model runner.")
+    max_pin_ttl_s: float = Field(
+        default=86400.0, gt=0, le=86400, allow_inf_nan=False, description="The longest that a pin may last."
+    )
+
+
+class WatchConfig(Section):
+    """`[watch]`: after how many seconds what does not get on makes /health say degraded, and why."""
+
+    copy_s: float = Field(default=10.0, gt=0, description="A copy between tiers that is in flight.")
+    storage_s: float = Field(default=30.0, gt=0, description="A store, fetch or probe of the third tier; its disk.")
+    event_s: float = Field(default=120.0, gt=0, description="An event that a commit or release of a runner waits for.")
+    room_s: float = Field(default=30.0, gt=0, description="A command that waits for room.")
+    fenced_s: float = Field(default=60.0, gt=0, description="Pages of a session that ended, and whose use may go on.")
+    answer_s: float = Field(default=120.0, gt=0, description="A connection's commands, of which none gets an answer.")
+    stream_s: float = Field(default=5.0, gt=0, description="Batches that do not leave for the live stream.")
+    reader_s: float = Field(default=30.0, gt=0, description="The reader of a replay that takes none of it.")
+    numbers_s: float = Field(default=5.0, gt=0, description="Numbers of the stream that can't be reserved.")
+    loop_stall_s: float = Field(
+        default=0.5, gt=0, description="The event loop in one go; it is told of for a minute after."
+    )
+
+
 class Config(Section):
     """Everything that `sglcache serve` can be told. Build it with `load` or `parse`, which speak to people."""
 
@@ -881,6 +961,8 @@ class Config(Section):
     control: ControlConfig = Field(default_factory=ControlConfig, description="The control socket.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="The third tier.")
     state: StateConfig = Field(default_factory=StateConfig, description="What outlives the process.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What clients may have and do.")
+    watch: WatchConfig = Field(default_factory=WatchConfig, description="When what is stuck is told of.")
 
     def for_stage(self, pp_rank: int) -> Config:
         """The configuration as the ranks of this pipeline stage have it: the sections of pools are the stage's own."""

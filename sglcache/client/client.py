@@ -130,6 +130,8 @@ class AcquireOptions(NamespaceOptions, total=False):
     """timeout: how long, instead of as the daemon is configured. Another policy named with it is refused."""
     states: int
     """So many slots of the lease's own for states, where the model has any: `Lease.mamba.slots`."""
+    wait_s: float | None
+    """How long to wait for room that others hold, instead of NoSpace at once. None: as the daemon is configured."""
 
 
 class Prefetched(NamedTuple):
@@ -483,7 +485,8 @@ class Client(Member):
     def acquire(self, tokens: Tokens, **options: Unpack[AcquireOptions]) -> Lease:
         """Find what is cached of `tokens`, pin it, and get pages for the rest; see `AcquireOptions`.
 
-        NoSpace: leases and pins leave too few pages. Changed: not `exact` so many match. Nothing was changed then.
+        NoSpace: leases and pins leave too few pages, and did for `wait_s`. Busy: too many wait. Changed: not `exact` so
+        many match. Nothing was changed then.
         """
         return self.acquire_begin(tokens, **options).wait()
 
@@ -499,18 +502,23 @@ class Client(Member):
             pending = Pending(connection, request, partial(Lease, self, connection, packed))
             return connection.begin(control.Acquire(request, packed, **checked), pending)
 
-    def extend(self, batch: Iterable[Extension | tuple[Any, ...]]) -> list[SglcacheError | None]:
+    def extend(
+        self, batch: Iterable[Extension | tuple[Any, ...]], *, wait_s: float | None = None
+    ) -> list[SglcacheError | None]:
         """Extend many leases by one command, as for a step of a batch: for each, in order, None or why it was not.
 
         Each for itself: where there is no room for one, NoSpace is its result, it is as it was, and all others have
         what they asked for, in the order of the batch as far as the room goes. So the step goes on without those alone,
-        and what is preempted for them is the caller's choice.
+        and what is preempted for them is the caller's choice. `wait_s`: so long they wait, together, for room for all;
+        then those are refused for which there is none. None: as the daemon is configured.
         """
-        return self.extend_begin(batch).wait()
+        return self.extend_begin(batch, wait_s=wait_s).wait()
 
-    def extend_begin(self, batch: Iterable[Extension | tuple[Any, ...]]) -> Pending[list[SglcacheError | None]]:
+    def extend_begin(
+        self, batch: Iterable[Extension | tuple[Any, ...]], *, wait_s: float | None = None
+    ) -> Pending[list[SglcacheError | None]]:
         """As `extend`, without waiting."""
-        return self._send_extend([_extension(each) for each in batch], _errors)
+        return self._send_extend([_extension(each) for each in batch], _errors, wait_s)
 
     def record(self) -> Event:
         """This moment, to be named by a later command: what was written so far is behind it, and nothing after.
@@ -661,9 +669,9 @@ class Client(Member):
     # -- for leases -------------------------------------------------------------------------------------
 
     def send_extension(
-        self, lease: Lease, tokens: Tokens, reserve: int, upto: int | None, states: int
+        self, lease: Lease, tokens: Tokens, reserve: int, upto: int | None, states: int, wait_s: float | None
     ) -> Pending[None]:
-        return self._send_extend([Extension(lease, tokens, reserve, upto, states)], _error)
+        return self._send_extend([Extension(lease, tokens, reserve, upto, states)], _error, wait_s)
 
     def send_commit(
         self,
@@ -786,7 +794,9 @@ class Client(Member):
                 return number
         raise BadRequest("states: this daemon keeps none; its configuration needs a [mamba]", argument="states")
 
-    def _send_extend(self, batch: list[Extension], finish: Callable[[control.Extended], T]) -> Pending[T]:
+    def _send_extend(
+        self, batch: list[Extension], finish: Callable[[control.Extended], T], wait_s: float | None
+    ) -> Pending[T]:
         items = []
         connection = self._connection
         for lease, tokens, reserve, upto, states in batch:
@@ -808,9 +818,11 @@ class Client(Member):
                 if isinstance(result, bytes):
                     extension.lease.grow(item.tokens, result, more)
 
+        if wait_s is not None:
+            wait_s = _seconds("wait_s", wait_s)
         with connection.lock:
             request = connection.number()
-            return connection.begin(control.Extend(request, items), Pending(connection, request, finish, hear))
+            return connection.begin(control.Extend(request, items, wait_s), Pending(connection, request, finish, hear))
 
 
 class Worker(Member):

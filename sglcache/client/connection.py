@@ -61,6 +61,7 @@ Request: TypeAlias = (
     | control.Announce
     | control.EvictSession
     | control.Bye
+    | control.CancelRequest
 )
 UNFIT = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """What taking an answer apart raises where it is not what the request's answer must be."""
@@ -124,6 +125,18 @@ class Pending(Generic[T]):
                     raise connection.unfit(answer) from exc
                 self.finished = True
             return cast(T, self._result)
+
+    def cancel(self) -> None:
+        """Have the daemon give it up while it waits, for room or for the third tier; `wait` then raises Cancelled.
+
+        What does not wait any more comes to what it would: `wait` returns it, and it is the caller's. Never waits.
+        """
+        connection = self._connection
+        with connection.lock:
+            if self._answer is None and not connection.over:
+                request = connection.number()
+                connection.send(control.CancelRequest(request, self.request))
+                connection.ignore(request)
 
     def take(self, answer: Answer | control.Failure) -> None:
         """The connection's: here is your answer. With its lock held."""

@@ -126,19 +126,34 @@ class Lease:
             self._connection.check()
             self._client.wait_loaded(self.load, layer)
 
-    def extend(self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None, states: int = 0) -> None:
+    def extend(
+        self,
+        tokens: Tokens = (),
+        reserve: int = 0,
+        upto: int | None = None,
+        states: int = 0,
+        *,
+        wait_s: float | None = None,
+    ) -> None:
         """Append tokens, and pages for all that the lease has then and `reserve` more; it never loses one.
 
         `upto`: pages for the first so many tokens at most, as for the next chunk of a prompt. `states`: so many slots
-        for states more. NoSpace: nothing was changed.
+        for states more. `wait_s`: how long to wait for room that others hold; None: as the daemon is configured.
+        NoSpace: nothing was changed.
         """
-        self.extend_begin(tokens, reserve, upto, states).wait()
+        self.extend_begin(tokens, reserve, upto, states, wait_s=wait_s).wait()
 
     def extend_begin(
-        self, tokens: Tokens = (), reserve: int = 0, upto: int | None = None, states: int = 0
+        self,
+        tokens: Tokens = (),
+        reserve: int = 0,
+        upto: int | None = None,
+        states: int = 0,
+        *,
+        wait_s: float | None = None,
     ) -> Pending[None]:
         """As `extend`, without waiting. `Client.extend_begin` does it for many leases at once."""
-        return self._client.send_extension(self, tokens, reserve, upto, states)
+        return self._client.send_extension(self, tokens, reserve, upto, states, wait_s)
 
     # -- giving to the cache, and giving back -----------------------------------------------------------------
 

@@ -1,24 +1,30 @@
 """One control connection: frames in, answers out, and not more of either than the loop and the peer can take.
 
-A turn serves at most `MAX_TURN` frames of a connection, then others get theirs. A peer that does not read its answers
-is not read from. What is no frame of the protocol ends the connection, after a `Failure` that says why, and has done
-nothing (law 11).
+A turn serves at most `MAX_TURN` frames of a connection, or as many as `TURN_S` are enough for, then others get theirs.
+A peer that does not read its answers is not read from, nor is one with too many commands that have no answer: what it
+sends stays in its own socket. So what a connection takes of our memory is bounded: a frame that is not whole, a turn's
+worth of frames, and answers up to `max_unsent`. A peer that takes none of its answers for `slow_reader_s`, or has more
+than that waiting, is thrown out. What is no frame of the protocol ends the connection, after a `Failure` that says why,
+and has done nothing (law 11).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sglcache.errors import Forbidden, ProtocolError, SglcacheError, with_article
+from sglcache.config import LimitsConfig
+from sglcache.errors import Forbidden, ProtocolError, SglcacheError, TooSlow, with_article
 from sglcache.server.owner import Owner
 from sglcache.wire import control
 from sglcache.wire.control import HEADER, MAX_FRAME
 
 MAX_TURN = 64  # frames of one connection in one turn
+TURN_S = 0.0005  # after which no further one is begun
 WRITE_HIGH_WATER = 1 << 20  # bytes of answers that wait for a peer to read before it is no longer read from
 CLOSE_S = 5.0  # what a peer gets to read why it was thrown out
 
@@ -34,8 +40,11 @@ _encode = control.encode
 class Connection(asyncio.Protocol):
     """`handlers` decides, by the command's type, what this peer may do now; it may change between two frames."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, limits: LimitsConfig) -> None:
         self.owner = owner
+        self.limits = limits
+        self.num_unanswered = 0  # commands that have no answer yet
+        self.num_answered = 0
         self.handlers: Handlers[Any] = {}
         self.role = ""
         self.transport: asyncio.Transport | None = None
@@ -44,6 +53,9 @@ class Connection(asyncio.Protocol):
         self._rest: bytearray | None = None  # what is not a whole frame yet, or not served yet
         self._backlog = False  # whole frames in `_rest` wait for their turn
         self._blocked = False  # the peer does not read
+        self._full = False  # too many commands have no answer
+        self._patience: asyncio.TimerHandle | None = None  # while it does not read
+        self._unsent = 0  # bytes that waited for it when it was last looked
         self._closing = False  # no more commands are taken
         self._ending = False  # the turn's answers are the last thing to be said
         self._reading = True
@@ -53,6 +65,11 @@ class Connection(asyncio.Protocol):
 
     def reply(self, answer: control.Frame) -> None:
         """Queue an answer; the turn writes it."""
+        self.num_unanswered -= 1
+        self.num_answered += 1
+        if self._full and self.num_unanswered < self.limits.max_pipelined:
+            self._full = False
+            self.owner.loop.call_soon(self._resume)
         payload = _encode(answer)
         if self._out:
             self._out += len(payload).to_bytes(HEADER, "big") + payload
@@ -75,6 +92,8 @@ class Connection(asyncio.Protocol):
         transport = self.transport
         if transport is not None:
             transport.write(out)
+            if self._blocked and not self._closing and transport.get_write_buffer_size() > self.limits.max_unsent:
+                self._too_slow("has not read")
             if self._ending:
                 self.transport = None
                 transport.close()
@@ -117,6 +136,8 @@ class Connection(asyncio.Protocol):
         """Serve the whole frames of `data`, at most a turn's worth, and keep the rest."""
         at, size, left = 0, len(data), MAX_TURN
         self.heard_at = self.owner.loop.time()
+        clock = time.perf_counter
+        end = clock() + TURN_S
         while size - at >= HEADER:
             start = at + HEADER
             stop = start + int.from_bytes(data[at:start], "big")
@@ -124,7 +145,10 @@ class Connection(asyncio.Protocol):
                 if (num_bytes := stop - start) > MAX_FRAME:
                     self._protocol(f"a frame of {num_bytes} bytes; at most {MAX_FRAME} are taken", num_bytes=num_bytes)
                 break
-            if left == 0:
+            if self._full or self._blocked:
+                self._backlog = True  # `reply` or `resume_writing` comes back to it
+                break
+            if left == 0 or (left != MAX_TURN and clock() > end):
                 self._backlog = True
                 self.owner.loop.call_soon(self._resume)
                 break
@@ -135,6 +159,9 @@ class Connection(asyncio.Protocol):
                 self._protocol(f"a frame that is no command: {exc}")
                 break
             at = stop
+            self.num_unanswered += 1
+            if self.num_unanswered >= self.limits.max_pipelined:
+                self._full = True
             handler = self.handlers.get(type(command))
             try:
                 if handler is None:
@@ -155,14 +182,14 @@ class Connection(asyncio.Protocol):
         else:
             self._rest = data
         self.owner.end_turn()
-        if self._backlog or not self._reading:
+        if self._backlog or self._full or not self._reading:
             self._flow()
 
     def _protocol(self, message: str, **facts: Any) -> None:
         self.throw_out(ProtocolError(message, **facts))
 
     def _resume(self) -> None:
-        if self._blocked:  # `resume_writing` comes back to it
+        if self._blocked or self._full:  # `resume_writing` or `reply` comes back to it
             return
         self._backlog = False
         if self._rest is not None and not self._closing:
@@ -171,10 +198,37 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._blocked = True
+        if self._patience is None:
+            self._look_whether_it_reads()
         self._flow()
+
+    def _look_whether_it_reads(self) -> None:
+        """Again and again, while there is more for it than it should leave unread."""
+        transport = self.transport
+        if transport is None or not self._blocked or self._closing:
+            self._patience = None
+            return
+        unsent = transport.get_write_buffer_size()
+        if self._patience is not None and unsent >= self._unsent:
+            self._patience = None
+            self._too_slow(f"has read nothing for {self.limits.slow_reader_s:g} s")
+            return
+        self._unsent = unsent
+        self._patience = self.owner.loop.call_later(self.limits.slow_reader_s, self._look_whether_it_reads)
+
+    def _too_slow(self, how: str) -> None:
+        transport = self.transport
+        assert transport is not None
+        unsent = transport.get_write_buffer_size()
+        self.throw_out(TooSlow(f"the peer {how}: {unsent} bytes of answers wait for it", unsent_bytes=unsent))
+        self.owner.end_turn()
+        transport.abort()  # it would not read that either
 
     def resume_writing(self) -> None:
         self._blocked = False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         if self._backlog:
             self.owner.loop.call_soon(self._resume)
         self._flow()
@@ -185,7 +239,7 @@ class Connection(asyncio.Protocol):
         self._flow()
 
     def _flow(self) -> None:
-        reading = not (self._backlog or self._blocked or self._closing)
+        reading = not (self._backlog or self._blocked or self._full or self._closing)
         if reading is not self._reading and self.transport is not None and not self.transport.is_closing():
             self._reading = reading
             if reading:
@@ -196,6 +250,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self.transport = None
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         self._rest = None
         self._out = b""
         self._closing = True

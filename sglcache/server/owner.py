@@ -232,6 +232,8 @@ class Owner:
         self._hurrying = False
         if not self.index.cut(self.clock()):
             self._cutting = self.loop.call_soon(self._cut)
+        if self.third is not None:
+            self.pins_changed()  # who waited for digests waits for something else by now
         self.end_turn()
 
     def flush(self) -> None:

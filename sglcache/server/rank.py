@@ -58,6 +58,7 @@ from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
 from sglcache.server.collector import Collector
 from sglcache.server.keeping import JOURNAL, Keeper
+from sglcache.server.limits import Limits
 from sglcache.server.listener import Listener
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
@@ -348,6 +349,7 @@ class Rank:
                 **stats.counters,
                 "members_attached": parts.sessions.num_attached,
                 "members_died": parts.sessions.num_deaths,
+                "slow_readers": parts.sessions.num_slow,
                 "loads_parked": parts.owner.loads.num_parked,
                 "turns": parts.owner.num_turns,
                 "collections": parts.owner.collector.num_collections,
@@ -496,6 +498,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 l3=config_of(config, shape),
                 companions=tuple(_companion(each, config) for each in rank.companions),
                 journal=journal is not None,
+                max_waiting=config.limits.max_waiting,
+                max_waiting_of_session=config.limits.max_waiting_per_session,
+                max_leases=config.limits.max_leases_per_session,
+                max_pinned_fraction=config.limits.max_pinned_fraction,
+                max_pins=config.limits.max_pins,
             )
         )
         if journal is not None and survivors is not None:
@@ -562,7 +569,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 for each, it in zip(rank.companions, others, strict=True)
             ],
         )
-        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest)
+        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, Limits(config.limits))
         listener = Listener(loop, rank.socket, sessions.welcome)
         filler = None
         if config.host.populate and first.host.shards:

@@ -41,6 +41,7 @@ from sglcache.errors import (
     ProtocolError,
     SessionEnded,
     SglcacheError,
+    TooSlow,
     TransferError,
     Unavailable,
     UnknownSession,
@@ -49,6 +50,7 @@ from sglcache.errors import (
 from sglcache.memory.engine import LoadPlace
 from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
 from sglcache.server.connection import Connection, Handlers
+from sglcache.server.limits import Limits
 from sglcache.server.listener import Peer, check_version, close_fds, refuse
 from sglcache.server.loads import Load
 from sglcache.server.owner import Owner
@@ -57,7 +59,6 @@ from sglcache.wire import control
 
 logger = logging.getLogger("sglcache.sessions")
 
-MAX_MEMBERS = 4096
 MAX_WAITS = 1 << 16  # events of one member that are named and not done
 TOKEN_BYTES = 16  # of a session's token
 DUMP_SLICE = 2000  # nodes
@@ -124,7 +125,7 @@ class Member(Connection):
     """One connection of a session, or of who has none: an observer's or an admin's."""
 
     def __init__(self, sessions: Sessions, peer: Peer, hello: control.Hello) -> None:
-        super().__init__(sessions.owner)
+        super().__init__(sessions.owner, sessions.limits.config)
         self.sessions = sessions
         self.index: Index = sessions.owner.index
         self.role = hello.role
@@ -169,12 +170,13 @@ class Member(Connection):
         namespace = ROOT
         if not (c.lora is None and c.extra_key is None and c.cache_salt is None):
             namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
-        third = self.owner.third
+        third, now = self.owner.third, self.owner.loop.time()
         fetch = None
         if c.prefetch is not None:
             _check_policy(c.prefetch)
         if third is not None:
-            fetch = third.until(c.prefetch, c.prefetch_timeout_s, len(c.tokens) >> 2, self.owner.loop.time())
+            fetch = third.until(c.prefetch, c.prefetch_timeout_s, len(c.tokens) >> 2, now)
+            fetch = self.sessions.limits.until(fetch, now)
         grant = self.index.acquire(
             self.id,
             c.request,
@@ -188,11 +190,14 @@ class Member(Connection):
             priority=c.priority,
             fetch=fetch,
             spare=c.spare,
+            patience=self.sessions.limits.patience(c.wait_s, now),
         )
         if grant is not None:
             self.granted(c.request, grant)
         elif third is not None:
             self.owner.third_asked()
+        else:
+            self.owner.pins_changed()
 
     def prefetch(self, c: control.Prefetch) -> None:
         namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
@@ -200,7 +205,8 @@ class Member(Connection):
         if c.policy is not None:
             _check_policy(c.policy)
         if third is not None:
-            until = third.until(c.policy, c.timeout_s, len(c.tokens) >> 2, self.owner.loop.time())
+            now = self.owner.loop.time()
+            until = self.sessions.limits.until(third.until(c.policy, c.timeout_s, len(c.tokens) >> 2, now), now)
         if until is None:  # nobody is to be asked
             matched = self.index.peek(c.tokens, namespace).matched_tokens
             self.reply(control.Done(c.request, Prefetched(matched, 0)._asdict()))
@@ -211,9 +217,12 @@ class Member(Connection):
         self.owner.third_asked()
 
     def extend(self, c: control.Extend) -> None:
-        extended = self.index.extend(self.id, c.request, c.items)
+        patience = self.sessions.limits.patience(c.wait_s, self.owner.loop.time())
+        extended = self.index.extend(self.id, c.request, c.items, patience)
         if extended is not None:
             self.extended(c.request, extended)
+        else:
+            self.owner.pins_changed()
 
     def extended(self, request: int, extended: Extended) -> None:
         results = [
@@ -261,7 +270,11 @@ class Member(Connection):
         if self.index.cancel(self.id, c.request, LeaseId(c.lease)):
             self.reply(control.Done(c.request))
 
+    def cancel_request(self, c: control.CancelRequest) -> None:
+        self.reply(control.Done(c.request, {"cancelled": self.index.withdraw(self.id, c.target)}))
+
     def recorded(self, c: control.Recorded) -> None:
+        self.num_unanswered -= 1  # it has none
         if self.event_done(c.event, c.generation):
             self.event_over(c.ticket)
         else:
@@ -349,6 +362,7 @@ class Member(Connection):
 
     def pin(self, c: control.Pin) -> None:
         namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
+        self.sessions.limits.check_ttl(c.ttl_s)
         tokens = self.index.pin(self.id, c.tokens, namespace, c.owner, self.owner.loop.time() + c.ttl_s)
         self.owner.pins_changed()
         self.reply(control.Done(c.request, {"pinned_tokens": tokens}))
@@ -365,12 +379,19 @@ class Member(Connection):
             tiers.append(third.tier)
         tier = None if c.tier is None else _tier(c.tier, tiers, "clear")
         if third is not None and tier is third.tier:
-            third.clear(lambda outcome: self.cleared_below(c.request, third.tier.name, outcome))
+            limits = self.sessions.limits
+            limits.begin(self, "clear")
+            try:
+                third.clear(lambda outcome: self.cleared_below(c.request, third.tier.name, outcome))
+            except SglcacheError:
+                limits.end(self, "clear")
+                raise
             return
         pages = self.index.clear(tier)
         self.reply(control.Done(c.request, {"pages": {tier.name: count for tier, count in pages.items()}}))
 
     def cleared_below(self, request: int, tier: str, outcome: int | SglcacheError) -> None:
+        self.sessions.limits.end(self, "clear")
         if isinstance(outcome, SglcacheError):
             self.fail(request, outcome)
         else:
@@ -381,12 +402,14 @@ class Member(Connection):
 
     def status(self, c: control.Status) -> None:
         if c.prove:
+            self.sessions.limits.begin(self, "proof")
             self.owner.loop.call_soon(_Proof(self, c.request).go_on)
         else:
             self.reply(control.Done(c.request, self.sessions.status(False)))
 
     def dump(self, c: control.Dump) -> None:
         tier = _tier(c.tier, self.index.told_tiers, "dump")
+        self.sessions.limits.begin(self, "dump")
         self.owner.loop.call_soon(_Dump(self, c.request, tier).go_on)
 
     def digest(self, c: control.Digest) -> None:
@@ -432,6 +455,8 @@ class Member(Connection):
 
     def throw_out(self, error: SglcacheError) -> None:
         logger.warning("%r is thrown out: %s", self, error.message)
+        if isinstance(error, TooSlow):
+            self.sessions.num_slow += 1
         super().throw_out(error)
         if self.session is not None:
             self.sessions.end(self.session, f"its {self.who} was thrown out: {error.message}")
@@ -462,6 +487,7 @@ _LEADING: Handlers[Member] = {
     control.Commit: Member.commit,
     control.Release: Member.release,
     control.Cancel: Member.cancel,
+    control.CancelRequest: Member.cancel_request,
     control.Pin: Member.pin,
     control.Unpin: Member.unpin,
 }
@@ -492,8 +518,10 @@ class Sessions:
         offer: Offer,
         status: Callable[[bool], dict[str, Any]],
         digest: Callable[[], dict[str, Any]],
+        limits: Limits,
     ) -> None:
         self.owner = owner
+        self.limits = limits
         self.load_ring = load_ring
         self.offer = offer
         self.status = status
@@ -503,6 +531,7 @@ class Sessions:
         self.num_deaths = 0
         self.reclaims: deque[Reclaim] = deque(maxlen=RECLAIMS)  # the last ones
         self._dying: dict[SessionId, tuple[int, float]] = {}  # (pid, when): pages are not free for some other reason
+        self.num_slow = 0  # members thrown out, for they did not read
         self._by_id: dict[SessionId, Session] = {}
         self._by_token: dict[bytes, Session] = {}
         self._adopting: set[asyncio.Task[None]] = set()
@@ -538,8 +567,11 @@ class Sessions:
     def _attach(self, peer: Peer, hello: control.Hello) -> Member:
         """Check everything before anything is changed; from the first change on nothing fails."""
         _check_hello(peer, hello, self.offer.geometry.num_shards)
-        if len(self.members) >= MAX_MEMBERS:
-            raise BadRequest(f"{len(self.members)} members are attached; no more are taken", members=len(self.members))
+        limits = self.limits
+        limits.check_count("connections", len(self.members), "max_connections")
+        limits.check_count("events", hello.num_events - 1, "max_events")
+        if hello.role in (RUNNER, SCHEDULER):
+            limits.check_count("sessions", len(self._by_id), "max_sessions")
         session = self._join(hello) if hello.role == WORKER else None
         member = Member(self, peer, hello)
         loop, index = self.owner.loop, self.owner.index
@@ -962,6 +994,7 @@ class _Dump:
     def go_on(self) -> None:
         index, member = self.index, self.member
         if member.lost:
+            member.sessions.limits.end(member, "dump")
             return
         if self.walk is None:
             if (
@@ -975,11 +1008,13 @@ class _Dump:
             self.mark = self._now()
             self.walk = index.walk(DUMP_SLICE)
         if self._now() != self.mark:
+            member.sessions.limits.end(member, "dump")
             member.fail(self.request, Changed("the index changed during the dump; try again when it is quieter"))
         elif (nodes := next(self.walk, None)) is not None:
             self.found += [node.digests for node in nodes if self.tier in node.tiers]
             member.owner.loop.call_soon(self.go_on)
         else:
+            member.sessions.limits.end(member, "dump")
             member.reply(control.Done(self.request, self._facts()))
         member.owner.end_turn()
 
@@ -1008,6 +1043,7 @@ class _Proof:
     def go_on(self) -> None:
         member = self.member
         if member.lost:
+            member.sessions.limits.end(member, "proof")
             return
         index = member.index
         if index.revision != self.mark:
@@ -1017,6 +1053,7 @@ class _Proof:
         if self.tries <= PROOF_TRIES and next(self.slices, _OVER) is not _OVER:
             member.owner.loop.call_soon(self.go_on)
             return
+        member.sessions.limits.end(member, "proof")
         facts = member.sessions.status(False)
         # No violations are not told of where there was no proof.
         if self.tries <= PROOF_TRIES:

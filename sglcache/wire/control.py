@@ -35,6 +35,8 @@ Spare = Annotated[tuple[U31, ...], Meta(max_length=MAX_COMPANIONS)]
 """For each companion, how many slots of its own a lease gets: of one by end. What is missing is 0."""
 Ends = Annotated[tuple[tuple[U31, U31, U31], ...], Meta(max_length=MAX_ENDS)]
 """(number of the companion from 0, tokens, slot): this slot of the lease's own holds the state at their end."""
+Wait = Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None
+"""Seconds to wait for room that others lock; 0: it is refused at once; None: as the daemon is configured."""
 WireShare = tuple[int, bytes, int | None]
 """(first, slots, source) of a core.effects.Share; its place is that of its resource among the Welcome's companions."""
 
@@ -178,6 +180,7 @@ class Acquire(Frame):
     prefetch: Name | None = None  # one of PREFETCH_POLICIES; None: as the daemon is configured
     prefetch_timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # instead of the daemon's
     spare: Spare = ()
+    wait_s: Wait = None
 
 
 class Extension(NamedTuple):
@@ -196,6 +199,7 @@ class Extend(Frame):
 
     request: U63
     items: Annotated[list[Extension], Meta(max_length=MAX_EXTENSIONS)]
+    wait_s: Wait = None
 
 
 class Commit(Frame):
@@ -340,6 +344,17 @@ class Bye(Frame):
     generation: U63 = 0
 
 
+class CancelRequest(Frame):
+    """Let the scheduler's request `target` wait no longer, for room, for a copy or for the third tier.
+
+    Then it is answered by a Failure of code "cancelled", and the Done of this says {"cancelled": true}. One that does
+    not wait is answered as it would be.
+    """
+
+    request: U63
+    target: U63
+
+
 Command = (
     Acquire
     | Extend
@@ -359,6 +374,7 @@ Command = (
     | Announce
     | Bye
     | EvictSession
+    | CancelRequest
 )
 
 

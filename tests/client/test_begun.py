@@ -167,7 +167,11 @@ def test_answers_overtake_each_other_and_nothing_is_waited_for_to_see_them(tmp_p
 
 def test_who_waits_for_a_copy_that_is_of_no_use_is_refused_with_the_numbers(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with Daemon(tmp_path / "daemon", prelude=copies.gate(gate, "backup")) as daemon, daemon.client() as client:
+    limits = {"max_pinned_fraction": 1.0}
+    with (
+        Daemon(tmp_path / "daemon", prelude=copies.gate(gate, "backup"), limits=limits) as daemon,
+        daemon.client() as client,
+    ):
         with client.acquire(range(4 * 200)) as lease:
             lease.commit()
         crowded = client.acquire_begin(range(10_000, 10_000 + 4 * 100))

@@ -221,7 +221,7 @@ def test_descriptors_are_what_the_role_needs(daemon: Daemon, ring: EventRing) ->
         assert refusal(daemon, hello(role, num_events=8), fds).code == ProtocolError.code
 
 
-@pytest.mark.parametrize("num_events", [0, 9, 1 << 30])
+@pytest.mark.parametrize("num_events", [0, 9, 1 << 19])
 def test_a_ring_holds_as_many_events_as_it_says(daemon: Daemon, ring: EventRing, num_events: int) -> None:
     refused = refusal(daemon, hello("runner", num_events=num_events), [ring.fd, ring.doorbell])
     assert refused.code == ProtocolError.code
