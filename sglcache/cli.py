@@ -383,6 +383,8 @@ def _show_ranks(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from sglcache.server.watch import in_words
+
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     names = ("rank", "dp", "pp", "state", "pid", "up", "restarts", "device", "host", "hits", "proof")
@@ -404,6 +406,8 @@ def _show_ranks(rows: list[dict[str, Any]]) -> None:
             _share(counters.get("matched_tokens", 0), counters.get("request_tokens", 0)),
             "" if violations is None else "WRONG" if violations else "right",
         )
+        for trouble in row.get("troubles", ()):
+            notes.append(f"rank {row['rank']}: {in_words(**trouble)}")
         if "silent_s" in row:
             notes.append(f"rank {row['rank']} has given no sign of life for {row['silent_s']} s")
         if "starts_in_s" in row:
@@ -427,6 +431,7 @@ def _show_status(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     from sglcache.client.shares import KINDS
+    from sglcache.server.watch import in_words
 
     console = Console(highlight=False)
     counters, stream, geometry = facts["counters"], facts["stream"], facts["geometry"]
@@ -500,6 +505,8 @@ def _show_status(facts: dict[str, Any]) -> None:
             f"ring {stream['ring_batches']:,} batches, {_bytes(stream['ring_bytes'])}",
             soft_wrap=True,
         )
+    for trouble in facts["troubles"]:
+        console.print(f"TROUBLE   {in_words(**trouble)}", style="bold yellow", soft_wrap=True)
     for session in facts["sessions"]:
         members = ", ".join(
             f"{member['role']} {member['name']} (pid {member['pid']}{'' if member['connected'] else ', gone'})"

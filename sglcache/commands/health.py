@@ -31,4 +31,4 @@ def health(socket: Path | None, as_json: bool) -> int:
         click.echo(
             "; ".join(f"{page['status']}: {page['reason']}" if "reason" in page else page["status"] for page in pages)
         )
-    return 0 if all(page["status"] == "ok" for page in pages) else EXIT_FAILED
+    return 0 if all(page["serving"] for page in pages) else EXIT_FAILED

@@ -31,7 +31,7 @@ class Holding(NamedTuple):
 
 def holdings(index: Index) -> dict[SessionId, Holding]:
     """Every session that the index knows: those that are over, and hold something still, too."""
-    waiting = Counter(each.session.id for each in index._waiting)
+    waiting = Counter(each.session.id for each in (*index._waiting, *index.line))
     if index.l3 is not None:
         waiting.update(waiter.session.id for prefetch in index.l3.prefetches for waiter in prefetch.waiters)
     return {session.id: _holding(index, session, waiting[session.id]) for session in index.sessions.values()}

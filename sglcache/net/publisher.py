@@ -52,6 +52,7 @@ class _Reader:
     def __init__(self) -> None:
         self.answers: deque[Replay] = deque()
         self.stalled = False  # its queue in libzmq was full when last tried
+        self.taken = 0  # messages
 
     def close(self) -> None:
         for answer in self.answers:
@@ -173,6 +174,21 @@ class Publisher:
         self._pump()
         if heartbeat:
             self._count_subscriptions()
+
+    @property
+    def behind(self) -> int:
+        """By how many numbers the live stream is behind the newest batch."""
+        last = self._ring.last_seq
+        return 0 if last is None else max(0, last + 1 - self._live)
+
+    @property
+    def next_live(self) -> int:
+        """The number that the live stream sends next."""
+        return self._live
+
+    def stalled_readers(self) -> list[tuple[bytes, int]]:
+        """Readers of a replay that could take no more when last tried, and how much each has taken."""
+        return [(identity, reader.taken) for identity, reader in self._readers.items() if reader.stalled]
 
     @property
     def _behind(self) -> bool:
@@ -311,6 +327,7 @@ class Publisher:
             reader.close()  # it is gone
             return 0
         self._progress = True
+        reader.taken += 1
         if entry is None:
             answer.num_ends -= 1
             if not answer.num_ends:

@@ -24,6 +24,7 @@ from msgspec import Meta, Struct
 
 from sglcache.server.numbers import MAX_NUMBER
 from sglcache.server.plan import Seat
+from sglcache.server.watch import Trouble
 
 logger = logging.getLogger("sglcache.channel")
 
@@ -81,6 +82,7 @@ class Beat(Frame):
     state: str
     reserved: Annotated[int, Meta(ge=0, le=MAX_NUMBER)]  # the next life's floor
     tiers: dict[str, tuple[int, int]]  # by tier, bytes of memory that are ready, and of all that there will be
+    troubles: list[Trouble] = []  # what does not get on
 
 
 class Answer(Frame):

@@ -21,6 +21,7 @@ import msgspec
 from sglcache.server.allocator import copy_past_caches
 from sglcache.server.channel import About, Answer, Ask, Beat, Bound, Channel, Drain, Failed, Keep, Ready, Start, Word
 from sglcache.server.plan import Seat
+from sglcache.server.watch import Trouble
 
 logger = logging.getLogger("sglcache.supervisor")
 
@@ -57,6 +58,7 @@ class Child:
         self._says = ""  # what it calls its own state
         self._heard_at = 0.0
         self._tiers: dict[str, tuple[int, int]] = {}
+        self._troubles: list[Trouble] = []
         self._floor = 0  # numbers of its stream up to this one may have been used
         self._kept: dict[str, int] = {}  # descriptors for later lives
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -90,7 +92,7 @@ class Child:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         self.failure = None
-        self._tiers = {}
+        self._tiers, self._troubles = {}, []
         self._channel = ours
         self._heard_at = time.monotonic()
         self.become("starting")
@@ -177,8 +179,9 @@ class Child:
         match word:
             case Ready(facts):
                 self._ready(facts)
-            case Beat(state, reserved, tiers):
+            case Beat(state, reserved, tiers, troubles):
                 self._says = state
+                self._troubles = troubles
                 self._tiers = tiers
                 self._floor = max(self._floor, reserved)
             case Answer(question, body):
@@ -252,6 +255,8 @@ class Child:
             told["tiers"] = {
                 name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self._tiers.items()
             }
+        if self._troubles and state == "ok":
+            told["troubles"] = [msgspec.structs.asdict(trouble) for trouble in self._troubles]
         if state == "stuck":
             told["silent_s"] = round(self.silent_s(), 1)
         if state == "waiting":

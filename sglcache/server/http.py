@@ -23,7 +23,7 @@ class Pages(Protocol):
     """What the pages show. Called on the event-loop thread."""
 
     def health(self) -> dict[str, Any]:
-        """`status` is "ok" while every rank serves; any other word answers 503."""
+        """`serving`: every rank serves, if only somehow; else it is answered with 503."""
 
     async def server_info(self) -> dict[str, Any]: ...
 
@@ -61,7 +61,7 @@ class HttpServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         health = self.pages.health()
-        return _json(health, status=200 if health.get("status") == "ok" else 503)
+        return _json(health, status=200 if health.get("serving") else 503)
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return _json(await self.pages.server_info())

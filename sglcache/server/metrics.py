@@ -24,8 +24,10 @@ class Family(NamedTuple):
 
     name: str  # without the suffix that its kind gives the samples
     text: str
-    kind: Literal["gauge", "counter", "info"]
-    samples: list[tuple[dict[str, str], float]]
+    kind: Literal["gauge", "counter", "info", "histogram"]
+    samples: list[
+        tuple[dict[str, str], float]
+    ]  # of a histogram: with a label `le`, and one each of `stat` sum and count
 
 
 LEFT = "sglcache_removed_pages"
@@ -105,7 +107,7 @@ GAUGES: tuple[tuple[str, str, str], ...] = (
     ("num_sessions", "sglcache_sessions", "Model runners attached."),
     ("num_leases", "sglcache_leases", "Leases held, fenced ones included."),
     ("num_fenced_leases", "sglcache_fenced_leases", "Leases of ended sessions whose last use is not known to be over."),
-    ("num_waiting", "sglcache_waiting_requests", "Requests that wait for an eviction in slices."),
+    ("num_waiting", "sglcache_waiting_requests", "Requests that wait for room, or for the third tier."),
     ("num_copies", "sglcache_copies", "Copies between tiers that are on their way."),
     ("pinned_pages", "sglcache_pinned_pages", "Pages that owners keep from eviction."),
     ("num_nodes", "sglcache_nodes", "Nodes of the tree."),
@@ -176,10 +178,15 @@ def of_rank(
     lanes: Sequence[LaneStats] = (),
     tiers: Mapping[str, tuple[int, int]] | None = None,
     third: Mapping[str, Any] | None = None,
+    oldest: Mapping[str, float] | None = None,
+    troubles: Iterable[str] = (),
+    stalls: Mapping[str, Any] | None = None,
+    slow_readers: int = 0,
 ) -> list[Family]:
     """A rank's families: of the index, of the publisher (None: events are off), `info`, which is constant text, of the
     copy engine by direction, of memory by tier (bytes that are ready, and all), and of the third tier (None: there is
-    none; of what only its store's master knows, None too).
+    none; of what only its store's master knows, None too), and of what `watch` sees: by kind the age of the oldest
+    thing in flight, the kinds that are in trouble, and how long the loop stood still (`Stalls.facts`).
     """
     own = {"rank": str(rank)}
     families = [Family("sglcache_build", "What runs.", "info", [({**own, **info}, 1)])]
@@ -198,11 +205,38 @@ def of_rank(
         families.append(Family(name, text, "gauge", samples))
     if third is not None:
         families += _third(own, third)
+    if stalls is not None:
+        families += _watch(own, oldest or {}, set(troubles), stalls)
+    families.append(
+        Family("sglcache_slow_readers", "Peers thrown out: they read no answers.", "counter", [(own, slow_readers)])
+    )
     if stream is not None:
         for field, name, grows, text in STREAM:
             if (value := getattr(stream, field)) is not None:
                 families.append(Family(name, text, "counter" if grows else "gauge", [(own, value)]))
     return families
+
+
+def _watch(
+    own: dict[str, str], oldest: Mapping[str, float], troubles: set[str], stalls: Mapping[str, Any]
+) -> Iterator[Family]:
+    ages = [({**own, "what": what}, age_s) for what, age_s in oldest.items()]
+    text = "Age of the oldest thing in flight, by kind; 0: there is none."
+    yield Family("sglcache_oldest_in_flight_seconds", text, "gauge", ages)
+    flags = [({**own, "what": what}, float(what in troubles)) for what in oldest]
+    yield Family("sglcache_trouble", "1 while something of that kind does not get on: see /health.", "gauge", flags)
+    total, samples = 0, []
+    for most, count in zip([*map(str, stalls["buckets"]), "+Inf"], stalls["counts"], strict=True):
+        total += count
+        samples.append(({**own, "le": most}, float(total)))
+    samples += [({**own, "stat": "sum"}, stalls["sum"]), ({**own, "stat": "count"}, float(total))]
+    yield Family("sglcache_loop_stall_seconds", "How late the event loop comes to a timer.", "histogram", samples)
+    yield Family(
+        "sglcache_longest_loop_stall_seconds",
+        "The longest of these in this life.",
+        "gauge",
+        [(own, stalls["longest_s"])],
+    )
 
 
 def _counters(own: dict[str, str], index: IndexStats) -> Iterable[Family]:
@@ -270,7 +304,9 @@ def page(parts: Iterable[Iterable[Any]]) -> bytes:
     for name, text, kind, samples in (family for part in parts for family in part):
         family = families.setdefault(name, Metric(name, text, kind))
         for labels, value in samples:
-            family.add_sample(name + suffixes[kind], labels, float(value))
+            suffix = suffixes[kind] if kind != "histogram" else "_bucket" if "le" in labels else f"_{labels['stat']}"
+            told = {label: text for label, text in labels.items() if label != "stat"}
+            family.add_sample(name + suffix, told, float(value))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Fixed(families.values()))
     return generate_latest(registry)

@@ -105,6 +105,7 @@ class Owner:
         self._announcing_again: asyncio.TimerHandle | None = None
         self._buying: asyncio.Future[None] | None = None
         self._published_at = 0.0
+        self.numbers_fail: str | None = None  # why numbers can't be reserved ahead, while they can't
         self._closed = False
 
     def start(self) -> None:
@@ -224,8 +225,11 @@ class Owner:
 
     def _bought(self, buying: asyncio.Future[None]) -> None:
         self._buying = None
-        if not buying.cancelled() and (error := buying.exception()) is not None:
-            logger.error("sequence numbers can't be reserved ahead: %s", error)
+        error = None if buying.cancelled() else buying.exception()
+        why = None if error is None else str(error)
+        if why is not None and why != self.numbers_fail:
+            logger.error("sequence numbers can't be reserved ahead: %s", why)
+        self.numbers_fail = why
 
     def _cut(self) -> None:
         self._cutting = None

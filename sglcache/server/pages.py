@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglcache.config import Config
-from sglcache.server import metrics
+from sglcache.server import metrics, watch
 from sglcache.server.channel import About
 from sglcache.server.child import Child
 from sglcache.server.plan import kv_events, told_groups
@@ -33,9 +33,13 @@ class RankPages:
 
     def health(self) -> dict[str, Any]:
         ranks = [child.describe() for child in self.children]
-        bad = [rank for rank in ranks if rank["state"] != "ok"]
+        bad = [rank for rank in ranks if rank["state"] != "ok" or rank.get("troubles")]
         status = "degraded" if bad and self.state() == "ok" else self.state()
-        health: dict[str, Any] = {"status": status, "uptime_s": round(time.monotonic() - self._started_at, 3)}
+        health: dict[str, Any] = {
+            "status": status,
+            "serving": self.state() == "ok" and all(rank["state"] == "ok" for rank in ranks),
+            "uptime_s": round(time.monotonic() - self._started_at, 3),
+        }
         if bad:
             health["reason"] = "; ".join(map(in_words, bad))
         return {**health, "ranks": ranks}
@@ -106,7 +110,10 @@ class RankPages:
 
 
 def in_words(rank: dict[str, Any]) -> str:
-    """Why a rank that `Child.describe` tells of does not serve."""
+    """Why a rank that `Child.describe` tells of does not serve, or what of it does not get on."""
+    if rank["state"] == "ok":
+        troubles = (watch.in_words(**trouble) for trouble in rank["troubles"])
+        return f"rank {rank['rank']}: " + "; ".join(troubles)
     words = f"rank {rank['rank']} is {rank['state']}"
     if "silent_s" in rank:
         words += f": no sign of life for {rank['silent_s']} s"

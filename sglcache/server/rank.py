@@ -66,6 +66,7 @@ from sglcache.server.owner import Owner
 from sglcache.server.sessions import Offer, OfferedCompanion, Sessions
 from sglcache.server.stream import build_publisher, format_of, tell_all
 from sglcache.server.third import ThirdTier, config_of
+from sglcache.server.watch import Watch
 from sglcache.units import TicketId, Tier
 from sglcache.wire import control
 
@@ -95,6 +96,7 @@ class Parts:
     owner: Owner
     sessions: Sessions
     listener: Listener
+    watch: Watch
     filler: Filler | None  # while the host tier's memory is had in the background
     journal: Journal | None  # of the host tier, for the next life
     keeper: Keeper
@@ -199,6 +201,7 @@ class Rank:
             below.start(parts.owner)
         parts.listener.open()
         parts.owner.collector.start()
+        parts.watch.stalls.start()
         self.state = "ok"
         forms = [self.geometry, *(each.form for each in self.companions)]
         logger.info("serving %s from %s", " and ".join(map(str, forms)), self.socket)
@@ -234,6 +237,7 @@ class Rank:
         parts.listener.close()
         parts.sessions.close()
         parts.owner.collector.stop()
+        parts.watch.stalls.stop()
         if parts.publisher is not None:
             parts.publisher.close()
         if parts.filler is not None:
@@ -311,7 +315,9 @@ class Rank:
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._parts is not None:
-            self._channel.send(Beat(self.state, self._parts.numbers.reserved, self.tiers()))
+            parts = self._parts
+            troubles = parts.watch.look()
+            self._channel.send(Beat(self.state, parts.numbers.reserved, self.tiers(), troubles))
         self._beating = loop.call_later(self._start.beat_s, self._beat, loop)
 
     # -- telling ------------------------------------------------------------------------------------------
@@ -358,6 +364,9 @@ class Rank:
             "memory": {name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self.tiers().items()},
             "third": {**facts["third"], **parts.owner.third.facts()} if parts.owner.third is not None else None,
             "sessions": parts.sessions.describe(),
+            "troubles": [msgspec.structs.asdict(trouble) for trouble in parts.watch.look()],
+            "oldest": parts.watch.oldest,
+            "loop": parts.watch.stalls.facts(),
             "reclaims": [each._asdict() for each in parts.sessions.reclaims],
             "stream": self._stream(for_ourselves=True),
         }
@@ -421,6 +430,10 @@ class Rank:
             self.parts.engine.stats(),
             self.tiers(),
             third.facts() if third is not None else None,
+            self.parts.watch.oldest,
+            [trouble.what for trouble in self.parts.watch.troubles],
+            self.parts.watch.stalls.facts(),
+            self.parts.sessions.num_slow,
         )
 
     def _stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:
@@ -571,6 +584,16 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         )
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, Limits(config.limits))
         listener = Listener(loop, rank.socket, sessions.welcome)
+        watch = Watch(
+            config.watch,
+            loop,
+            index=index,
+            sessions=sessions,
+            copies=engine.stats,
+            publisher=publisher,
+            owner=owner,
+            third=below,
+        )
         filler = None
         if config.host.populate and first.host.shards:
             before = [each.host.shards for each in others]
@@ -586,6 +609,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         owner,
         sessions,
         listener,
+        watch,
         filler,
         journal,
         keeper,

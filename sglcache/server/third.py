@@ -126,6 +126,7 @@ class ThirdTier:
         self._waiting: deque[Store | Probe | Fetch | Cancel] = deque()  # until then
         self._telling: asyncio.Task[None] | None = None
         self._asked: dict[TicketId, float] = {}  # probes and fetches under way, oldest first, and since when
+        self._under_way: dict[str, dict[TicketId, float]] = {"store": {}, "fetch": {}, "probe": {}}  # and since when
         self.num_spared = 0  # acquires that did not ask, for it would not have answered
         self._clears: dict[int, Callable[[int | SglcacheError], None]] = {}
         self._next_clear = CLEARING
@@ -213,6 +214,8 @@ class ThirdTier:
 
     def submit(self, effect: Store | Probe | Fetch | Cancel) -> None:
         """Never waits."""
+        if not isinstance(effect, Cancel):
+            self._under_way[_kind(effect)][effect.ticket] = asyncio.get_running_loop().time()
         if isinstance(effect, Store):
             self.num_stores += 1
             self.idle.clear()
@@ -227,6 +230,8 @@ class ThirdTier:
         """Of a store that is left alone."""
         owner = self._owner
         assert owner is not None
+        if not isinstance(effect, Cancel):
+            self._under_way[_kind(effect)].pop(effect.ticket, None)
         match effect:
             case Store(ticket, _, slots):
                 self._store_over()
@@ -264,6 +269,8 @@ class ThirdTier:
             logger.error("%s", done.error.message, exc_info=done.error.__cause__)
         index, ticket = owner.index, TicketId(done.ticket)
         self._asked.pop(ticket, None)
+        if done.kind in self._under_way:
+            self._under_way[done.kind].pop(ticket, None)
         match done.kind:
             case "store":
                 self._store_over()
@@ -320,6 +327,16 @@ class ThirdTier:
             return FOR_EVER
         return now - next(iter(self._asked.values()), now)
 
+    def oldest(self) -> list[tuple[str, float, int]]:
+        """Of stores, fetches and probes that are under way: the kind, since when the oldest is, and how many are."""
+        return [(kind, next(iter(each.values())), len(each)) for kind, each in self._under_way.items() if each]
+
+    def wrong(self) -> str | None:
+        """Why it can't be used, or not be written, if so."""
+        if self.broken:
+            return self.why or "it is left alone"
+        return self.store.stats().unwritable_why
+
     def identity(self) -> dict[str, Any]:
         """What does not change in a life: `medium`, as routers are told of its pages; `fingerprint` of all that must be
         equal for another daemon to find them."""
@@ -358,6 +375,10 @@ class ThirdTier:
             facts["misses"] = dict(counters.missed["fetch"])
             facts["not_stored"] = dict(counters.missed["store"])
         return facts
+
+
+def _kind(effect: Store | Probe | Fetch) -> str:
+    return type(effect).__name__.lower()
 
 
 def _next(listing: Iterator[list[Run]]) -> list[Run] | None:
