@@ -95,19 +95,24 @@ class Backups:
     def retry(self) -> None:
         """A slice of what found no room."""
         index, skipped = self.index, self._skipped
-        self.due = False
+        self.due = got_on = False
         for _ in range(min(RETRIES, len(skipped))):
             node = next(iter(skipped))
             del skipped[node]
             if node.parent is None or node.cells[DEVICE] is None:
+                got_on = True
                 continue  # it went, or joined another that was sent after it
             before = index.counters["backup_pages"]
             if not self.send(node, again=True):
                 if index.counters["backup_pages"] == before:
-                    return
+                    if index.tenants is None:
+                        return
+                    continue  # what one tenant has no room for another may have
+                got_on = True
                 continue
             index.counters["backups_retried"] += 1
-        self.due = bool(skipped)
+            got_on = True
+        self.due = bool(skipped) and (got_on or index.tenants is None)
 
     @property
     def num_skipped(self) -> int:
@@ -194,7 +199,7 @@ class Backups:
                     count = 0
                     orders[HOST].unpin(backed)
         done = count == len(chain)
-        if not done and not whole and self._pages_to(chain[-1]) <= most:
+        if not done and not whole and self._pages_to(chain[-1]) <= index.config.host_pages:
             self._skipped[chain[-1]] = None
             self.due |= sliced
         if not done and not again:

@@ -441,6 +441,8 @@ class Program:
             choose.item(("a", "b", "default", "c")),
             **{key: limit(choose, key, config.num_pages, config.host_pages) for key in sorted(keys)},
         )
+        if choose.integer(0, 1):
+            self.rig.trimmed()
 
     def read(self, choose: Chooser) -> None:
         runners = self.live()

@@ -1194,6 +1194,20 @@ class Rig:
             asks=True,
         )
 
+    def trimmed(self) -> None:
+        """All slices are over, and of who is above its ceiling nothing is left that nobody holds."""
+        others = bool(self.waiting or self.fetching or self.l3.ops or self._writes_back)
+        above = [(tier, number) for tier, number in self.model.most if self.model.charged(tier, number)]
+        self.steps()
+        for tier, number in above:
+            ceiling = self.model.limits[number][tier][1]
+            if ceiling is None or others or self.model.charged(tier, number) <= ceiling:
+                continue
+            free = [page for page in self.model.evictable(tier) if self.model.payer[tier][page] == number]
+            assert not free, (
+                f"tenant {number} is above its ceiling of {ceiling} in tier {tier}, and nobody holds {free}"
+            )
+
     def cancel(self, runner: Runner, lease: LeaseModel) -> bool | SglcacheError:
         """Give back what nobody was told of; False while its load is on its way."""
         request = self._request()

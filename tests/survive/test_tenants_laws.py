@@ -1,0 +1,178 @@
+"""Tenants under random programs: floors, ceilings, who pays and who is refused; and bugs planted one at a time, which
+these programs must notice.
+
+`SGLCACHE_DEEP=N` runs N times as many programs, new ones each time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglcache.core import eviction, index, slots, tree
+from sglcache.core.index import Index
+from sglcache.core.l3 import L3, L3Config
+from sglcache.core.shares import Share, Shared
+from sglcache.core.tenants import Tenants
+from sglcache.core.tiering import Backups, WritePolicy
+from sglcache.testing.planting import plant
+from sglcache.testing.programs import run
+
+pytestmark = pytest.mark.survive
+
+DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
+NUM_PROGRAMS = 300  # most bugs are caught by the first few
+
+BACK: dict[str, Any] = {"num_pages": 10, "host_pages": 24, "write_policy": WritePolicy("write_back"), "l3": None}
+TIGHT: dict[str, Any] = {"num_pages": 8, "page_size": 1, "l3": None}
+TWO_TIERS: dict[str, Any] = {"num_pages": 10, "host_pages": 12, "l3": None}
+BELOW: dict[str, Any] = {"num_pages": 10, "host_pages": 10, "l3": L3Config(tell=True, part=2, store_quota=100)}
+VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "any": ({"num_pages": 10}, False),
+    "tight": (TIGHT, False),
+    "one tier": ({"num_pages": 10, "host_pages": 0}, False),
+    "slices": ({"num_pages": 10, "evict_slice": 1, "cut_slice": 8}, False),
+    "copied on eviction": (BACK, False),
+    "a store below": (BELOW, False),
+    "bigrams in small tables": ({"num_pages": 10, "bigram": True, "l3": None}, True),
+}
+
+
+@pytest.mark.timeout(0 if DEEP else 300)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_any_program_of_several_tenants(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed, small = VARIANTS[variant]
+    if small:
+        monkeypatch.setattr(slots, "CRUMB_BYTES", 12)
+        monkeypatch.setattr(tree, "FANOUT", 2)
+        monkeypatch.setattr(index, "MERGE_LIMIT", 2)
+        monkeypatch.setattr(eviction, "SLACK", 0)
+        monkeypatch.setattr(eviction, "SWEEP", 1)
+    first = random.randrange(1 << 40) if DEEP else 0
+    for seed in range(first, first + 150 * max(1, DEEP)):
+        try:
+            run(seed, tenants="any", **fixed)
+        except Exception as exc:
+            exc.add_note(f"sglcache.testing.programs.run({seed}, tenants='any', **{fixed}){', small' if small else ''}")
+            raise
+
+
+class Mutation(NamedTuple):
+    name: str
+    owner: Any
+    method: str
+    old: str
+    new: str
+    fixed: dict[str, Any] = TIGHT
+
+
+MUTATIONS = [
+    # -- whose page goes
+    Mutation("a floor is no reason to stay", Shared, "victim_for", "share.spare > 0", "share.cached > 0"),
+    Mutation("a run goes as a whole, floor or no floor", Tenants, "evict", "if size > most:", "if False:"),
+    Mutation("a run is cut a page too high", Tenants, "evict", "(size - most)", "max(1, size - most - 1)"),
+    Mutation(
+        "what a tenant holds does not count for its floor",
+        Share,
+        "kept",
+        "held = self.leased + self.locked",
+        "held = self.locked",
+    ),
+    Mutation("what is leaving still keeps a floor", Share, "kept", " - self.leaving", "", BACK),
+    Mutation("at its ceiling it takes others' pages", Shared, "victim_for", "if own:", "if False:"),
+    Mutation("the order is of one tenant alone", Shared, "_first", "entry[:2] < found[:2]", "False"),
+    Mutation("a closed page goes before leaves do", Shared, "victim_for", "if node is not None:", "if False:"),
+    Mutation(
+        "a leaf goes that closes nothing",
+        Shared,
+        "victim_for",
+        "node, _ = self._first(takers, closed=True)",
+        "node, _ = self._first(range(len(shares)))",
+    ),
+    Mutation(
+        "a page goes from under its children",
+        Shared,
+        "victim_for",
+        "is not None:\n            node = below",
+        "is node:\n            node = below",
+    ),
+    # -- who pays
+    Mutation(
+        "what is committed is the default tenant's", Index, "_adopt", "DEVICE, lease.tenant)\n    ", "DEVICE, 0)\n    "
+    ),
+    Mutation("what is committed is still leased", Index, "_adopt", "lost - given", "0"),
+    Mutation("an extend is for nothing", Index, "_extended", "lease.tenant, num_fresh", "lease.tenant, 0"),
+    Mutation("who gives back still pays", Index, "_give_back", "-(len(own) // SLOT_BYTES)", "0"),
+    Mutation(
+        "duplicates that are dropped are still paid for", Index, "_drop_duplicates", "-(len(slots) // SLOT_BYTES)", "0"
+    ),
+    Mutation(
+        "on the host the default tenant pays",
+        Backups,
+        "_send",
+        "belongs(chain, HOST, tenant)",
+        "belongs(chain, HOST, 0)",
+        TWO_TIERS,
+    ),
+    Mutation(
+        "one copy is charged to one tenant",
+        Backups,
+        "send",
+        "for last in reversed(ends[1:]):",
+        "for last in ():",
+        TWO_TIERS,
+    ),
+    Mutation(
+        "what a store brings is nobody's",
+        L3,
+        "_adopt",
+        "belongs(new, HOST, prefetch.tenant)",
+        "belongs(new, HOST, 0)",
+        BELOW,
+    ),
+    Mutation("a fetch is for nothing", L3, "_fetch", "tenants.lease(HOST, tenant, num_pages)", "pass", BELOW),
+    Mutation(
+        "nodes of two tenants are joined", Shared, "alike", "up.cells[self.tenant] == low.cells[self.tenant] and ", ""
+    ),
+    # -- links and queues
+    Mutation("a join loses its place among the children", Shared, "join", "self._replace(top, low, top)", "pass"),
+    Mutation("a split loses its place among the children", Shared, "split", "self._replace(tail, head, head)", "pass"),
+    Mutation("a node stays queued as closed", Shared, "unlink", "if above[self.entry] is not None:", "if False:"),
+    Mutation("a closed node is not queued", Shared, "unpin", "if not cells[own]:", "if not cells[self.kids]:"),
+    # -- who is refused
+    Mutation(
+        "a ceiling is none",
+        Tenants,
+        "left",
+        "return min(room, self.headroom(tier, number, pinned, copied) - promised.of(number))",
+        "return room",
+    ),
+    Mutation("floors of others refuse nobody", Tenants, "room", "room -= share.kept(", "0 and share.kept("),
+    Mutation("what a match locks can be had", Tenants, "room", " - sum(pinned.values())", ""),
+    Mutation("what a match locks of others keeps no floor", Tenants, "room", "pinned.get(other, 0)", "0"),
+    Mutation("its own match is no reason", Tenants, "headroom", " + pinned.get(number, 0)", ""),
+    Mutation("copies never end", Tenants, "headroom", " - copied.pages.get(number, 0)", "", TWO_TIERS),
+    Mutation(
+        "those of one extend are promised the same", Index, "extend", "tally.add(lease.tenant, num_fresh)", "pass"
+    ),
+    Mutation("who waits is promised nothing", Index, "_tally", "tally.add(number, num_pages)", "pass", TWO_TIERS),
+    Mutation("a tenant's floors are checked for one tier", Tenants, "_totals", "[: self.index.T]", "[:1]", TWO_TIERS),
+    Mutation("a lowered ceiling takes nothing", Tenants, "set", "self.trimming.append((tier, number))", "pass"),
+    Mutation(
+        "a new limit is for the next life", Tenants, "set", "share.floor, share.ceiling = limits[name].of(tier)", "pass"
+    ),
+]
+
+
+@pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
+def test_planted_bug_is_caught(planted: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, planted.owner, planted.method, planted.old, planted.new)
+    for seed in range(NUM_PROGRAMS):
+        try:
+            run(seed, tenants="any", **planted.fixed)
+        except Exception:
+            return
+    raise AssertionError(f"{NUM_PROGRAMS} programs did not notice that {planted.name}")
