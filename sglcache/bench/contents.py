@@ -6,13 +6,13 @@ whole: every page of the match, the window's last pages, the state with which it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sglcache.bench.pattern import Pattern, StatePattern
-from sglcache.client import Client, Lease
+from sglcache.client.client import Member
 from sglcache.client.companions import StatePool
 from sglcache.memory.geometry import Geometry
 
@@ -32,10 +32,41 @@ class Checked(NamedTuple):
     states: int = 0
 
 
-class Contents:
-    """Of all pools that a runner maps."""
+class Window(Protocol):
+    """As `WindowShare` has them."""
 
-    def __init__(self, cache: Client) -> None:
+    @property
+    def first_page(self) -> int: ...
+    @property
+    def table(self) -> npt.NDArray[np.int32]: ...
+
+
+class State(Protocol):
+    """As `StateShare` has it."""
+
+    @property
+    def source(self) -> int | None: ...
+
+
+class Table(Protocol):
+    """What a lease says of its pages; a `Lease`, or what of it a worker was told."""
+
+    @property
+    def matched_tokens(self) -> int: ...
+    @property
+    def reaches(self) -> tuple[int, ...]: ...
+    @property
+    def slots(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def window(self) -> Window | None: ...
+    @property
+    def mamba(self) -> State | None: ...
+
+
+class Contents:
+    """Of all pools that a runner or a worker maps."""
+
+    def __init__(self, cache: Member) -> None:
         self.cache = cache
         self.page_size = cache.geometry.page_size
         self._full = []
@@ -50,7 +81,7 @@ class Contents:
         if mamba is not None:
             self._states = [StatePattern(view.layers, view.shard) for view in mamba.pools]
 
-    def write(self, lease: Lease, tokens: Tokens, start: int, stop: int) -> None:
+    def write(self, lease: Table, tokens: Tokens, start: int, stop: int) -> None:
         """What computing tokens[start:stop] leaves in the lease's pages."""
         for pattern in self._full:
             pattern.write(lease.slots, tokens, start, stop)
@@ -64,7 +95,7 @@ class Contents:
         for pattern in self._states:
             pattern.write(slot, tokens)
 
-    def check_match(self, lease: Lease, tokens: Tokens) -> Checked:
+    def check_match(self, lease: Table, tokens: Tokens) -> Checked:
         """All that the match is made of. WrongContents."""
         matched = lease.matched_tokens
         if any(reach < matched for reach in lease.reaches):
@@ -80,7 +111,7 @@ class Contents:
             self._check_state(mamba, source, tokens[:matched])
         return checked._replace(states=int(source is not None))
 
-    def check_pages(self, what: str, lease: Lease, tokens: Tokens, upto: int) -> Checked:
+    def check_pages(self, what: str, lease: Table, tokens: Tokens, upto: int) -> Checked:
         """Every page before `upto`, whole pages that are the cache's, and of the window the last that it takes, or more
         where the lease has them. WrongContents.
         """

@@ -66,7 +66,7 @@ class Supervisor:
     def __init__(self, config: Config, *, launch: Sequence[str] | None = None, timing: Timing | None = None) -> None:
         """ConfigError: the ranks can't be there side by side. `launch`: the command that a descriptor is added to."""
         self.config = config
-        self.launch = list(launch) if launch is not None else _launch()
+        self.launch = list(launch) if launch is not None else python("-m", "sglcache.server")
         self.timing = timing or Timing()
         self.children = [Child(seat, self.timing.stuck, self._ready, self._died) for seat in plan(config)]
         self.path = paths.supervisor_path(Path(self.children[0].seat.socket))
@@ -288,10 +288,10 @@ async def _visitor(sock: socket.socket) -> None:
         loop.remove_reader(sock)
 
 
-def _launch() -> list[str]:
-    """The command of a rank: this Python and this package, whatever lies in the working directory.
+def python(*arguments: str) -> list[str]:
+    """A command of this Python and this package, whatever lies in the working directory.
 
     Only where the package itself was found there, as in a checkout that is not installed, it has to be again.
     """
     from_here = sys.path and Path(sys.path[0] or ".").resolve() == PACKAGE_ROOT
-    return [sys.executable, *([] if from_here else ["-P"]), "-m", "sglcache.server"]
+    return [sys.executable, *([] if from_here else ["-P"]), *arguments]
