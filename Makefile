@@ -1,7 +1,7 @@
 # Everything starts here: each target sets up what it needs. `make help` lists them.
 #   TORCH=cpu|cuda   which build of torch (default: CUDA where an NVIDIA driver is present)
 #   PYTHON=python3   the Python, 3.11 or later, that .venv is made from
-#   ARGS="..."       passed on to serve, test, smoke, package, interop and bench
+#   ARGS="..."       passed on to serve, test, torture, smoke, package, interop and bench
 #   TRACE=FILE       a trace in Mooncake's format, for bench
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test models survive check format bench smoke package interop clean
+.PHONY: help install serve demo test models survive torture check format bench smoke package interop clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ models: $(STAMP) ## real models on a daemon's pages, of every kind of layer: the
 
 survive: $(STAMP) ## deaths at every point, a million bad inputs, overload: nothing lost, leaked or stuck
 	@$(BIN)/python -m pytest -m survive tests/survive -n auto --dist loadfile $(ARGS)
+
+torture: $(STAMP) ## break a daemon in every way for ninety seconds; ARGS="--seconds 600 --kind unified"
+	@$(BIN)/sglcache torture $(ARGS)
 
 smoke: $(STAMP) ## a daemon, a replay and a subscriber, once through
 	@scripts/smoke.sh $(ARGS)

@@ -777,6 +777,13 @@ cli.add_command(
         "sglcache.commands.stream:keygen", name="keygen", help="Make a pair of CURVE keys for the event stream."
     )
 )
+cli.add_command(
+    LazyCommand(
+        "sglcache.commands.torture:torture",
+        name="torture",
+        help="Break a daemon of its own in every way, and see that nothing gives.",
+    )
+)
 
 
 @cli.command()

@@ -43,9 +43,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BOTTOM | {"client", "core", "paths"},
     "bench": BOTTOM | MIDDLE | {"core", "client", "integrations", "paths", "ranks", "server", "testing"},
     "fuzzing": BOTTOM | MIDDLE | {"bench", "client", "core", "paths", "server", "testing"},
+    "torture": BOTTOM | MIDDLE | {"bench", "client", "core", "paths", "ranks", "server"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"core", "client", "demo", "paths", "ranks", "server", "bench"},
-    "commands": BOTTOM | {"cli", "client", "memory", "net", "paths", "ranks", "server"},
+    "commands": BOTTOM | {"cli", "client", "memory", "net", "paths", "ranks", "server", "torture"},
     "__main__": {"cli"},
 }
 
@@ -60,7 +61,7 @@ PURE = {
 HOME = {
     "torch": {"memory", "client", "testing", "bench", "integrations", "demo"},
     "transformers": {"integrations", "bench", "demo"},
-    "zmq": {"net", "client", "testing", "bench", "fuzzing"},
+    "zmq": {"net", "client", "testing", "bench", "fuzzing", "torture"},
     "aiohttp": {"server"},
     "prometheus_client": {"server"},
     "uvloop": {"server", "bench"},

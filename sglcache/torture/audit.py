@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -238,7 +239,7 @@ class Leaks:
         """What is too much, in words. `processes`: by name, those of now; `growth_bytes`: what memory may have grown."""
         problems = []
         for name, pid in processes.items():
-            more = daemons.waited(lambda name=name, pid=pid: daemons.descriptors(pid) - self.before[name], QUIET_S)
+            more = daemons.waited(partial(self._more, name, pid), QUIET_S)
             if more:
                 told = ", ".join(f"{count} more of {what}" for what, count in more.most_common(SHOWN))
                 problems.append(f"{name} (pid {pid}) leaks descriptors: {told} than before the first runner")
@@ -251,3 +252,6 @@ class Leaks:
                     f"first quiet point, and may grow by {growth_bytes / 2**20:.0f} MiB"
                 )
         return problems
+
+    def _more(self, name: str, pid: int) -> Counter[str]:
+        return daemons.descriptors(pid) - self.before[name]

@@ -114,7 +114,9 @@ class Daemon:
         self.data = dict(config)
         self.config: Config = parse(self.data)
         if self.config.pool.device != "cpu":
-            raise ConfigError("pool.device: only pages in shared memory can be tortured; set it to cpu", path="pool.device")
+            raise ConfigError(
+                "pool.device: only pages in shared memory can be tortured; set it to cpu", path="pool.device"
+            )
         self.folder = folder
         self.log = folder / "daemon.log"
         self.socket = folder / "rank.sock"
@@ -194,11 +196,18 @@ class Daemon:
     def kill(self) -> list[str]:
         """SIGKILL to the supervisor; what of it is still there afterwards, in words; [] as it should be."""
         assert self.process is not None
-        before = children(self.process.pid)
+        below = {}
+        for pid in children(self.process.pid):
+            with contextlib.suppress(OSError):
+                below[pid] = os.pidfd_open(pid)
         self.process.kill()
         self.process.wait(STOP_S)
-        alive = waited(lambda: [pid for pid in before if alive_of(self.folder, pid)], DEATH_S)
-        problems = [f"pid {pid} has outlived its supervisor by {DEATH_S:g} s" for pid in alive]
+        problems, deadline = [], time.monotonic() + DEATH_S
+        for pid, pidfd in below.items():
+            # Readable once its files are closed, too, which is a moment after its memory is gone.
+            if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                problems.append(f"pid {pid} has outlived its supervisor by {DEATH_S:g} s")
+            os.close(pidfd)
         for path in (paths.supervisor_path(self.socket), *self.rank_sockets()):
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(str(path)) == 0:

@@ -40,6 +40,7 @@ SCHEDULER_POINTS = tuple(
     point for point in RUNNER_POINTS if point not in (Point.LOADED, Point.HALF_WRITTEN, Point.WRITTEN)
 )
 WORKER_POINTS = (Point.ANYWHERE, Point.LOADED, Point.HALF_WRITTEN, Point.WRITTEN, Point.RECORDED)
+A_WORKER = -1
 FIRE_S = 2.0  # that an order has to meet its point; then it is done wherever the process is
 LATER_S = 3.0  # that a failed copy may be heard of after it
 BACK_S = 30.0  # for a rank to serve again
@@ -86,7 +87,7 @@ class _Order(Fault):
     """A process of a runner does it to itself, at a point of its journey."""
 
     action: ClassVar[Action]
-    number: ClassVar[int | None] = None  # the process of the crew: 0 the runner or scheduler; None: a worker
+    number: ClassVar[int] = 0  # the process of the crew: 0 the runner or scheduler; A_WORKER
 
     def wanted(self, crew: Crew) -> bool:
         return True
@@ -95,7 +96,7 @@ class _Order(Fault):
         crew = self.hit = self.draw_crew(self.wanted)
         if crew is None:
             return "nobody was there"
-        number = self.number if self.number is not None else self.rng.randrange(1, len(crew.processes))
+        number = self.number if self.number != A_WORKER else self.rng.randrange(1, len(crew.processes))
         points = WORKER_POINTS if number else SCHEDULER_POINTS if crew.has_workers else RUNNER_POINTS
         point = self.rng.choice(points)
         fired = self.torture.order(crew, number, self.action, point, FIRE_S)
@@ -143,14 +144,13 @@ class SchedulerKill(RunnerKill):
 class WorkerKill(SchedulerKill):
     """SIGKILL of one of a runner's workers."""
 
-    name, number = "worker-kill", None
+    name, number = "worker-kill", A_WORKER
 
 
 class RunnerStop(_Order):
     """A process of a runner stands still (SIGSTOP), and goes on."""
 
-    name, action = "runner-stop", Action.STOP
-    number = 0
+    name, action, number = "runner-stop", Action.STOP, 0
 
     def anyway(self, crew: Crew, number: int) -> None:
         crew.signal(number, signal.SIGSTOP)
@@ -165,7 +165,7 @@ class RunnerStop(_Order):
 class WorkerStop(RunnerStop):
     """A worker stands still, and its scheduler does not."""
 
-    name, number = "worker-stop", None
+    name, number = "worker-stop", A_WORKER
 
     def wanted(self, crew: Crew) -> bool:
         return crew.has_workers

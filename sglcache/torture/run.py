@@ -21,11 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglcache.client import Client
+from sglcache.config import parse
 from sglcache.errors import SglcacheError, Unavailable
 from sglcache.torture import daemon as daemons
 from sglcache.torture.audit import Auditor, Leaks
@@ -36,6 +38,7 @@ from sglcache.torture.report import Report
 from sglcache.torture.runner import Seat, runner_main, scheduler_main, worker_main
 from sglcache.torture.schedule import Done, Planned, plan, written
 
+SCHEDULE = "schedule.json"  # in the folder
 QUIET_EVERY_S = 20.0
 STUCK_S = 10.0  # without progress and without an excuse
 GRACE_S = 3.0  # that a fault is an excuse after its end
@@ -43,8 +46,9 @@ LAG_S = 6.0  # after which the next fault is due, however few operations there w
 MOST_FAULTS = 6  # at a time
 TICK_S = 0.02
 LEAVE_S = 20.0  # for runners to leave
+START_S = 60.0  # for a daemon to serve
 GROWTH_BYTES = 48 << 20  # of a process, between its first and any later quiet point
-CRASHED = ("Traceback", "CRITICAL")  # in the daemon's log
+CRASHED, ORPHANED = "CRITICAL", "the supervisor is gone"  # in the daemon's log; the second is as it should be
 
 
 class Options(NamedTuple):
@@ -52,7 +56,6 @@ class Options(NamedTuple):
 
     seed: int
     config: Mapping[str, Any]  # the configuration as a file has it, before it is put into the folder
-    kind: str | None = None  # that the configuration is of
     seconds: float = 90.0
     num_runners: int = 4
     faults: Sequence[str] = ()
@@ -62,13 +65,14 @@ class Options(NamedTuple):
     storage: str | None = None  # none, file, mooncake; None: as configured
     keep: bool = False
     schedule: Sequence[Planned] | None = None  # instead of the seed's
+    indexer: Path | None = None  # a Python with Dynamo's indexer
     prelude: str = ""  # Python that each rank runs first, to plant a bug
     quiet_every_s: float = QUIET_EVERY_S
 
     def recorded(self) -> dict[str, Any]:
         """What a schedule's file has of them."""
         return {
-            "seed": self.seed, "config": dict(self.config), "kind": self.kind, "seconds": self.seconds,
+            "seed": self.seed, "config": dict(self.config), "seconds": self.seconds,
             "runners": self.num_runners, "storage": self.storage,
         }  # fmt: skip
 
@@ -162,7 +166,7 @@ class Torture:
         self.ending = threading.Event()
         self.report = Report(options.seed, num_runners=options.num_runners)
         data = daemons.at_home(options.config, folder, options.storage)
-        config = daemons.parse(data)
+        config = parse(data)
         shards = config.pool.num_shards
         num_ranks = config.parallel.dp_size * config.parallel.pp_size
         per_crew = 1 + shards
@@ -359,7 +363,7 @@ class Torture:
                 except SglcacheError as error:
                     # Another fault may have taken the daemon away from under this one.
                     what = f"error[{error.code}]: {error.message}"
-                    if not self.excused("ends"):
+                    if not (self.ending.is_set() or self.excused("ends")):
                         self.fail(f"{kind.name}: {what}")
                 except Exception as exc:
                     self.fail(f"{kind.name}: {exc!r}")
@@ -427,6 +431,7 @@ class Torture:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=target, args=(seat(number), theirs, *arguments), daemon=True)
             process.start()
+            assert process.pid is not None
             theirs.close()
             crew.processes.append(process)
             crew.pidfds.append(os.pidfd_open(process.pid))
@@ -556,8 +561,7 @@ class Torture:
         if strangers:
             self.fail(f"processes of the daemon's are left that nobody owns: {strangers}")
         for name, pid in self._processes().items():
-            dead = daemons.waited(lambda pid=pid: [c for c in daemons.children(pid) if daemons.state_of(c) == "Z"], 2.0)
-            if dead:
+            if dead := daemons.waited(partial(_unburied, pid), 2.0):
                 self.fail(f"{name} (pid {pid}) has not buried its children {dead}")
 
     def _is_below(self, pid: int, known: set[int]) -> bool:
@@ -568,6 +572,8 @@ class Torture:
         """The last quiet point, with all runners gone for good; then the daemon's end."""
         if not self.ending.is_set():
             self._quiet()
+        for thread in self._threads:  # one may be starting the daemon again
+            thread.join(START_S)
         common = self.board.common
         common[Common.STOP] = 1
         deadline = time.monotonic() + LEAVE_S
@@ -588,7 +594,7 @@ class Torture:
         for problem in self.daemon.stop():
             self.fail(problem)
         said = self.daemon.said()
-        bad = [line for line in said.splitlines() if any(word in line for word in CRASHED)]
+        bad = [line for line in said.splitlines() if CRASHED in line and ORPHANED not in line]
         if bad:
             self.fail(f"the daemon's log has {len(bad)} lines such as: {bad[0]}")
 
@@ -651,6 +657,10 @@ class Torture:
         report.no_space, report.lost = total(Word.NO_SPACE), total(Word.LOST)
         report.kills = +report.kills
         report.lives = {"runners": sum(crew.lives for crew in self.crews), "the daemon and its ranks": self._rank_lives}
-        (self.folder / "schedule.json").write_text(written(self.options.recorded(), self.done))
+        (self.folder / SCHEDULE).write_text(written(self.options.recorded(), self.done))
         if report.problems:
             report.folder = str(self.folder)
+
+
+def _unburied(pid: int) -> list[int]:
+    return [child for child in daemons.children(pid) if daemons.state_of(child) == "Z"]

@@ -191,10 +191,12 @@ class WorkersHands:
         self.pipes = pipes
 
     def look(self, lease: Lease, ids: Tokens) -> Checked:
-        return self._all("look", lease.load, told_of(lease), ids)[0]
+        checked: Checked = self._all("look", lease.load, told_of(lease), ids)[0]
+        return checked
 
     def check(self, lease: Lease, ids: Tokens, upto: int) -> Checked:
-        return self._all("check", told_of(lease), ids, upto)[0]
+        checked: Checked = self._all("check", told_of(lease), ids, upto)[0]
+        return checked
 
     def write(self, lease: Lease, ids: Tokens, start: int, stop: int) -> None:
         self._all("write", told_of(lease), ids, start, stop)
@@ -289,7 +291,7 @@ class Runner:
 
     def _request(self) -> Iterator[None]:
         """Yields where another of the runner's requests may go on."""
-        rng, desk, cache = self.rng, self.desk, self.cache
+        rng, desk = self.rng, self.desk
         prompt = self.work.draw(rng)
         ids = named(prompt.tokens, prompt.namespace, self.page_size)
         tokens = prompt.tokens[: prompt.prompt_tokens]
@@ -330,9 +332,7 @@ class Runner:
             yield  # a slow reader
         self._end(lease, "abort" if rng.random() < 0.1 else "release", wait=rng.random() < 0.3)
 
-    def _compute(
-        self, lease: Lease, tokens: Tokens, ids: Tokens, prompt_tokens: int, namespace: Any
-    ) -> Iterator[None]:
+    def _compute(self, lease: Lease, tokens: Tokens, ids: Tokens, prompt_tokens: int, namespace: Any) -> Iterator[None]:
         rng, desk = self.rng, self.desk
         at = lease.matched_tokens
         for stop in self._stops(at, prompt_tokens, len(tokens), lease.reaches[0]):
@@ -418,9 +418,7 @@ class Runner:
             self.desk.count(Word.OPERATIONS)
             self.desk.at(Point.EXTENDED)
 
-    def _commit_begin(
-        self, lease: Lease, ids: Tokens, before: int, stop: int
-    ) -> tuple[Pending[Committed], int | None]:
+    def _commit_begin(self, lease: Lease, ids: Tokens, before: int, stop: int) -> tuple[Pending[Committed], int | None]:
         states: list[tuple[int, int]] = []
         whole = min(stop, len(lease.tokens) - 1) // self.page_size * self.page_size
         if lease.mamba is not None and whole > before:
@@ -553,7 +551,8 @@ def worker_main(seat: Seat, pipe: Connection, jobs: Connection, shard: int) -> N
                         desk.vanish = _vanishing(worker)
                         contents = Contents(worker)
                     else:
-                        assert worker is not None and contents is not None, f"{job} comes before the attach"
+                        assert worker is not None, f"{job} comes before the attach"
+                        assert contents is not None, f"{job} comes before the attach"
                         answer = _work(desk, worker, contents, job, arguments)
                 except TransferError as error:
                     answer = ("transfer", error.message)
@@ -590,9 +589,7 @@ def _work(desk: Desk, worker: Worker, contents: Contents, job: str, arguments: l
     return None
 
 
-def _live(
-    seat: Seat, pipe: Connection, once: Callable[[Desk, random.Random], None], again: bool = True
-) -> None:
+def _live(seat: Seat, pipe: Connection, once: Callable[[Desk, random.Random], None], again: bool = True) -> None:
     """Do it, and with `again` once more after a pause or a loss, until told to stop. Tells of what goes wrong."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's: we are told in another way

@@ -1,0 +1,185 @@
+"""`sglcache torture`: break a daemon of its own in every way there is, for a while, and see that nothing gives."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sglcache import config as configs
+from sglcache.cli import EXIT_FAILED, Number, json_option
+from sglcache.torture import daemon as daemons
+from sglcache.torture import faults, report, run, schedule
+
+LINE_EVERY_S = 10.0  # of progress, where that is no terminal
+DEFAULT_KIND = "hiradix"
+
+
+@click.command()
+@click.option(
+    "--seconds", type=Number(min=1), default=90.0, show_default=True, metavar="S", help="How long, from the start on."
+)
+@click.option(
+    "--runners", "num_runners", type=click.IntRange(1, 64), default=4, show_default=True, help="Model runners."
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of prompts and faults; by default drawn anew.")
+@click.option(
+    "--config",
+    "-c",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The daemon's TOML file. Sockets, ports, state and storage are put into a folder of the torture's own.",
+)
+@click.option(
+    "--kind",
+    type=click.Choice(tuple(daemons.KINDS)),
+    help=f"Instead of a file: a small daemon of this kind of tree. [default: {DEFAULT_KIND}]",
+)
+@click.option(
+    "--faults",
+    "names",
+    default="all",
+    show_default=True,
+    metavar="A,B,...",
+    help=f"all, none, or some of {', '.join(faults.BY_NAME)}; all,-NAME leaves one out.",
+)
+@click.option("--rate", type=Number(min=0.01, max=50), default=2.0, show_default=True, help="Faults a second, about.")
+@click.option("--kills", type=click.IntRange(min=1), metavar="N", help="No more faults after so many kills.")
+@click.option("--workers", type=click.IntRange(1, 64), metavar="TP", help="pool.num_shards: workers of a scheduler.")
+@click.option("--ranks", metavar="DPxPP", help="parallel.dp_size and pp_size, such as 2x1.")
+@click.option(
+    "--storage", type=click.Choice(("none", "file", "mooncake")), help="The third tier; by default as configured."
+)
+@click.option(
+    "--operations",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Instead of --seconds: so many index commands, small and pipelined, to see memory stay flat.",
+)
+@click.option(
+    "--replay",
+    "replayed",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Do again what a schedule.json says that an earlier run has left.",
+)
+@click.option(
+    "--indexer", type=click.Path(path_type=Path), metavar="PATH", help="A Python with Dynamo's indexer, to compare."
+)
+@click.option("--keep", is_flag=True, help="Leave the folder with log, state and schedule. After a failure it stays.")
+@json_option
+def torture(
+    seconds: float,
+    num_runners: int,
+    seed: int | None,
+    file: Path | None,
+    kind: str | None,
+    names: str,
+    rate: float,
+    kills: int | None,
+    workers: int | None,
+    ranks: str | None,
+    storage: str | None,
+    operations: int | None,
+    replayed: Path | None,
+    indexer: Path | None,
+    keep: bool,
+    as_json: bool,
+) -> int:
+    """Torture a daemon: runners on it, faults at random moments, and checks that nothing is lost, leaked or stuck.
+
+    It starts a daemon of its own, with every process that it needs, and touches no other. Runners check every byte of
+    every hit; processes are killed, stopped and flooded, disks fill up, copies fail, clocks jump. At quiet points every
+    page must be free or cached, the event stream must say what the index holds, and memory and descriptors must be what
+    they were. Exits 1 with the first thing that is not so, its seed and its schedule.
+    """
+    if file is not None and kind is not None:
+        raise click.UsageError("--config has a kind already; leave --kind out")
+    if replayed is not None:
+        recorded, planned = schedule.read(replayed)
+        options = run.Options(
+            seed=recorded["seed"],
+            config=recorded["config"],
+            seconds=recorded["seconds"],
+            num_runners=recorded["runners"],
+            storage=recorded["storage"],
+            faults=[each.kind for each in planned],
+            schedule=planned,
+            keep=keep,
+            indexer=indexer,
+        )
+    else:
+        options = run.Options(
+            seed=secrets.randbits(32) if seed is None else seed,
+            config=_config(file, kind or DEFAULT_KIND, workers, ranks),
+            seconds=seconds,
+            num_runners=num_runners,
+            faults=schedule.chosen(names, tuple(faults.BY_NAME)),
+            rate=rate,
+            kills=kills,
+            operations=operations,
+            storage=storage or ("file" if file is None and (kind or DEFAULT_KIND) == DEFAULT_KIND else None),
+            keep=keep,
+            indexer=indexer,
+        )
+    click.echo(f"seed {options.seed}", err=as_json)
+    with _progress() as progress:
+        found = run.torture(options, progress)
+    if as_json:
+        click.echo(found.to_json())
+    else:
+        click.echo(report.describe(found))
+    for problem in found.problems:
+        click.echo(f"error[torture]: {problem}", err=True)
+    if found.problems:
+        click.echo(
+            f"seed {found.seed}; the daemon's log and what was done to it: {found.folder}; again: sglcache torture "
+            f"--replay {found.folder}/{run.SCHEDULE}",
+            err=True,
+        )
+    elif found.folder is not None:
+        click.echo(f"kept: {found.folder}", err=True)
+    return 0 if found.ok else EXIT_FAILED
+
+
+def _config(file: Path | None, kind: str, workers: int | None, ranks: str | None) -> dict[str, Any]:
+    """As a file has it. ConfigError; UsageError: --ranks is not two numbers."""
+    if file is not None:
+        data = configs.load(file).model_dump(mode="json", exclude_unset=True)
+    else:
+        data = {name: dict(section) for name, section in daemons.KINDS[kind].items()}
+    if workers is not None:
+        data.setdefault("pool", {})["num_shards"] = workers
+    if ranks is not None:
+        dp_size, x, pp_size = ranks.partition("x")
+        if not (dp_size.isdigit() and (pp_size.isdigit() or not x)):
+            raise click.UsageError(f"--ranks {ranks}: write DPxPP, such as 2x1")
+        data["parallel"] = {**data.get("parallel", {}), "dp_size": int(dp_size), "pp_size": int(pp_size or 1)}
+    return data
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[run.Progress], None]]:
+    """A line on stderr: a live one on a terminal, else one every `LINE_EVERY_S`."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("starting") as status:
+            yield lambda now: status.update(str(now))
+        return
+    next_at = time.monotonic() + LINE_EVERY_S
+
+    def line(now: run.Progress) -> None:
+        nonlocal next_at
+        if time.monotonic() >= next_at:
+            click.echo(str(now), err=True)
+            next_at += LINE_EVERY_S
+
+    yield line
