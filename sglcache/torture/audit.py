@@ -236,7 +236,7 @@ class Leaks:
         self.before = {name: daemons.descriptors(pid) for name, pid in processes.items()}
 
     def look(self, processes: dict[str, int], growth_bytes: int) -> list[str]:
-        """What is too much, in words. `processes`: by name, those of now; `growth_bytes`: what memory may have grown."""
+        """What is too much, in words. `processes`: those of now; `growth_bytes`: by which memory may have grown."""
         problems = []
         for name, pid in processes.items():
             more = daemons.waited(partial(self._more, name, pid), QUIET_S)

@@ -68,6 +68,8 @@ class Options(NamedTuple):
     indexer: Path | None = None  # a Python with Dynamo's indexer
     prelude: str = ""  # Python that each rank runs first, to plant a bug
     quiet_every_s: float = QUIET_EVERY_S
+    stuck_s: float = STUCK_S
+    growth_bytes: int = GROWTH_BYTES
 
     def recorded(self) -> dict[str, Any]:
         """What a schedule's file has of them."""
@@ -496,7 +498,7 @@ class Torture:
                         self.report.longest_s[name] = gap
                 if own or gap < 1.0:
                     crew.held_since[number] = now
-                elif now - crew.held_since[number] > STUCK_S:
+                elif now - crew.held_since[number] > self.options.stuck_s:
                     point = Point(int(self.board.row(row)[Word.POINT])).name
                     self.fail(
                         f"{crew.name} has made no progress for {gap:.1f} s at {point}, and no fault explains it: "
@@ -505,7 +507,7 @@ class Torture:
         for auditor in self.auditors:
             if excuses:
                 auditor.agreed_at = max(auditor.agreed_at, now)
-            elif now - auditor.agreed_at > STUCK_S:
+            elif now - auditor.agreed_at > self.options.stuck_s:
                 self.fail(
                     f"rank {auditor.rank}: for {now - auditor.agreed_at:.1f} s the mirror has not been brought to a "
                     "number of the daemon's, and no fault explains it"
@@ -552,8 +554,7 @@ class Torture:
                 self.fail(problem)
         if self.ending.is_set():
             return
-        growth = GROWTH_BYTES
-        for problem in self.leaks.look(self._processes(), growth):
+        for problem in self.leaks.look(self._processes(), self.options.growth_bytes):
             self.fail(problem)
         known = set(self._processes().values())
         strangers = [pid for pid in daemons.marked(self.folder) if pid not in known]

@@ -33,7 +33,8 @@ from sglcache.torture.work import Tokens, Work, named
 
 LIVE = 3  # requests of a runner at a time, at most
 PAUSE_S = 0.01
-LINGER_S = 0.3  # that a process which vanished lives on, at most: its pages are fenced as long
+LINGER_S = 0.3  # that a process lives on, and writes, when its session is over, at most
+SLOW_SHARE, SLOW_S = 16, 0.02  # one run of pages in so many takes so long to write
 ATTACH_PAUSE_S = 0.05
 LOST = ("unavailable", "session_ended", "daemon_restarted", "closed")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -245,6 +246,8 @@ def _write(contents: Contents, at: At, table: Any, ids: Tokens, start: int, stop
     middle = (start + stop) // 2
     contents.write(table, ids, start, middle)
     at(Point.HALF_WRITTEN)
+    if ids[start] % SLOW_SHARE == 0:
+        time.sleep(SLOW_S)
     contents.write(table, ids, middle, stop)
     at(Point.WRITTEN)
 
@@ -264,6 +267,7 @@ class Runner:
             seat.work[0], page_size=self.page_size, pool_tokens=_room(cache), share=LIVE * seat.work[1] + 1
         )
         self.leases: list[Lease] = []
+        self.given: dict[int, int] = {}  # by lease, the tokens up to which it has sent commits
         self.pinned = False
 
     def run(self) -> None:
@@ -282,10 +286,30 @@ class Runner:
                     live.remove(journey)
             for lease in list(self.leases):
                 self._end(lease, "release", wait=True)
-        except SglcacheError as error:
-            if error.code in LOST:
-                raise Gone(error) from None
+        except Gone:
             raise
+        except SglcacheError as error:
+            thrown_out = error.code == TransferError.code and desk.said(Common.COPIES_MAY_FAIL)
+            if error.code not in LOST and not thrown_out:
+                raise
+            self._write_on()
+            raise Gone(error, end=thrown_out) from None
+
+    def _write_on(self) -> None:
+        """The session is over, and kernels that were under way are not: they write what the leases had for them.
+
+        Until this process is dead, or has said Bye, nobody else may be given these pages.
+        """
+        if not isinstance(self.hands, OwnHands) or self.rng.random() < 0.5:
+            return
+        until = time.monotonic() + LINGER_S * self.rng.random()
+        while time.monotonic() < until:
+            for lease in self.leases:
+                start = self.given.get(lease.id, lease.matched_tokens) // self.page_size * self.page_size
+                stop = len(lease.slots) * self.page_size
+                self.hands.contents.write(lease, np.full(stop, self.rng.getrandbits(32), np.uint32), start, stop)
+            self.desk.row[Word.STAMP] = time.monotonic_ns()
+            time.sleep(PAUSE_S)
 
     # -- a request ----------------------------------------------------------------------------------------
 
@@ -428,6 +452,7 @@ class Runner:
         floor = None
         if self.cache.window is not None and self.rng.random() < 0.3:
             floor = max(0, stop - self.cache.window.tokens)
+        self.given[lease.id] = stop
         return lease.commit_begin(stop, states=states, floor=floor), floor
 
     def _checked(self, checked: Checked) -> None:
@@ -449,6 +474,7 @@ class Runner:
     def _end(self, lease: Lease, how: str, wait: bool) -> None:
         self.desk.at(Point.RELEASE_SENT)
         self.leases.remove(lease)
+        self.given.pop(lease.id, None)
         self.hands.end(lease, how, wait)
         self.desk.count(Word.OPERATIONS)
 
@@ -602,8 +628,6 @@ def _live(seat: Seat, pipe: Connection, once: Callable[[Desk, random.Random], No
                 desk.count(Word.LOST)
                 pipe.send(("lost", gone.error.code, gone.error.message, Point(int(desk.row[Word.POINT])).name))
                 if gone.end or rng.random() < 0.5:
-                    if rng.random() < 0.3:
-                        time.sleep(LINGER_S * rng.random())
                     break
             if not again or desk.said(Common.STOP) or _spent(seat, desk):
                 break

@@ -1,0 +1,214 @@
+"""`sglcache torture` finds what is planted in a daemon, in seconds; and a sound daemon bears all it does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglcache.torture import daemon, faults, run
+from sglcache.torture.report import Report, describe
+
+pytestmark = [pytest.mark.survive, pytest.mark.timeout(120)]
+
+ALL = tuple(faults.BY_NAME)
+HEAD = """
+from sglcache.testing.planting import plant
+class Here:
+    setattr = staticmethod(setattr)
+here = Here()
+"""
+
+
+class Bug(NamedTuple):
+    """What is planted in each rank, the faults that bring it out, and what a torture must say of it."""
+
+    source: str
+    faults: tuple[str, ...]
+    said: str
+    kind: str = "hiradix"
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+BUGS = {
+    "a copy that brings another page": Bug(
+        """
+from sglcache.memory.engine import Flight
+import numpy as np
+slots, calls = Flight.slots, [0]
+def wrong(self):
+    calls[0] += 1
+    found = slots(self)
+    return [(np.roll(src, 1), dst) for src, dst in found] if calls[0] % 5 == 0 else found
+Flight.slots = wrong
+""",
+        (),
+        "wrong bytes",
+    ),
+    "a load that is told of before it is there": Bug(
+        """
+from sglcache.memory import cpu_engine
+move, calls = cpu_engine.move, [0]
+def lazy(way, *rest):
+    calls[0] += way.name == "load"
+    return rest[2] if way.name == "load" and calls[0] % 10 == 0 else move(way, *rest)
+cpu_engine.move = lazy
+""",
+        (),
+        "wrong bytes",
+    ),
+    "pages of a session that ended are free though its process lives": Bug(
+        """
+from sglcache.server.sessions import Sessions
+end = Sessions.end
+def hasty(self, session):
+    end(self, session)
+    for shard in range(session.num_shards):
+        self.owner.index.shard_gone(session.id, shard)
+Sessions.end = hasty
+""",
+        ("runner-vanish",),
+        "wrong bytes",
+    ),
+    "a salt that tells nobody apart": Bug(
+        """
+from sglcache.core.key import Namespace
+of = Namespace.of
+Namespace.of = staticmethod(lambda lora=None, extra_key=None, cache_salt=None: of(lora, extra_key, None))
+""",
+        (),
+        "wrong bytes",
+    ),
+    "a removal that nobody is told of": Bug(
+        """
+from sglcache.core.eventlog import EventLog
+removed, calls = EventLog.removed, [0]
+def forgetful(self, *arguments, **named):
+    calls[0] += 1
+    if calls[0] % 20:
+        removed(self, *arguments, **named)
+EventLog.removed = forgetful
+""",
+        (),
+        "the mirror lacks 0 of",
+    ),
+    "a descriptor that stays open for each session": Bug(
+        """
+import os
+from sglcache.server.sessions import Sessions
+drop = Sessions.drop
+def leaking(self, member):
+    if not member.gone:
+        os.dup(member.pidfd)
+    drop(self, member)
+Sessions.drop = leaking
+""",
+        ("runner-kill",),
+        "leaks descriptors",
+    ),
+    "memory that stays for each lease": Bug(
+        """
+from sglcache.core.index import Index
+acquire, kept = Index.acquire, []
+def hoarding(self, *arguments, **named):
+    kept.append(bytes(1 << 17))
+    return acquire(self, *arguments, **named)
+Index.acquire = hoarding
+""",
+        (),
+        "may grow by",
+        options={"growth_bytes": 24 << 20, "quiet_every_s": 1.0},
+    ),
+    "a death that nobody is told of": Bug(
+        """
+from sglcache.server.sessions import Sessions
+died, calls = Sessions._died, [0]
+def deaf(self, member):
+    calls[0] += 1
+    if calls[0] == 2:
+        self.owner.loop.remove_reader(member.pidfd)
+    else:
+        died(self, member)
+Sessions._died = deaf
+""",
+        ("runner-kill",),
+        "after the last runner left there are",
+    ),
+    "an answer that never comes": Bug(
+        """
+from sglcache.server.sessions import Member, HANDLERS, EARLY
+from sglcache.wire import control
+extend, calls = Member.extend, [0]
+def silent(self, c):
+    calls[0] += 1
+    if calls[0] != 100:
+        extend(self, c)
+for handlers in (*HANDLERS.values(), EARLY):
+    if control.Extend in handlers:
+        handlers[control.Extend] = silent
+""",
+        (),
+        "has made no progress",
+        options={"stuck_s": 1.5},
+    ),
+    "a page of the disk that is not looked at": Bug(
+        """
+from sglcache.storage import file
+unpacked = file.unpacked
+""",
+        ("disk-damage",),
+        "wrong bytes",
+    ),
+    "a window that is one page short": Bug(
+        """
+from sglcache.core.resources import SlidingWindow
+init = SlidingWindow.__init__
+def short(self, *arguments, **named):
+    init(self, *arguments, **named)
+    self.window = max(1, self.window - 1)
+SlidingWindow.__init__ = short
+""",
+        (),
+        "wrong bytes",
+        kind="swa",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _tidy() -> Iterator[None]:
+    """A torture that found something leaves its folder."""
+    yield
+
+
+def tortured(kind: str, seed: int, seconds: float, names: tuple[str, ...], **options: Any) -> Report:
+    options = {"num_runners": 2, "rate": 8.0, **options}
+    given = run.Options(seed, daemon.KINDS[kind], seconds, faults=names, **options)
+    report = run.torture(given)
+    if report.folder is not None:
+        shutil.rmtree(Path(report.folder))
+    return report
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str) -> None:
+    bug = BUGS[name]
+    storage = "file" if bug.kind == "hiradix" else None
+    report = tortured(
+        bug.kind, 1, 5.0, bug.faults, prelude=HEAD + bug.source, storage=storage, **{"quiet_every_s": 2.0, **bug.options}
+    )
+    assert not report.ok, f"nobody has noticed {name}\n{describe(report)}"
+    assert any(bug.said in problem for problem in report.problems), report.problems
+
+
+@pytest.mark.parametrize("kind", daemon.KINDS)
+def test_a_sound_daemon_bears_it(kind: str) -> None:
+    storage = "file" if kind == "hiradix" else None
+    report = tortured(kind, int.from_bytes(os.urandom(4), "big"), 4.0, ALL, storage=storage)
+    assert report.ok, f"seed {report.seed}: {report.problems}\n{describe(report)}"
+    assert report.checked_pages
+    assert report.faults
