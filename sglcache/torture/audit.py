@@ -29,7 +29,6 @@ T = TypeVar("T")
 DIGEST_S, PROOF_S = 0.25, 1.0  # between two
 STEP_S = 0.05
 REACH_S = 2.0  # for the mirror to reach a number; then it is asked again
-QUIET_S = 10.0  # for a rank to come to rest once nobody uses it
 SHOWN = 4
 
 
@@ -37,13 +36,20 @@ class Auditor(threading.Thread):
     """Of one rank. What is wrong goes to `fail`; `agreed_at` is when the mirror was last right."""
 
     def __init__(
-        self, rank: int, socket: Path, endpoints: tuple[str, str], status: dict[str, Any], fail: Callable[[str], None]
+        self,
+        rank: int,
+        socket: Path,
+        endpoints: tuple[str, str],
+        status: dict[str, Any],
+        fail: Callable[[str], None],
+        rest_s: float,
     ) -> None:
         super().__init__(name=f"auditor-{rank}", daemon=True)
         self.rank = rank
         self.socket = socket
         self.endpoints = endpoints
         self.fail = fail
+        self.rest_s = rest_s  # for the rank to come to rest once nobody uses it
         self.agreed_at = time.monotonic()
         self.counts: Counter[str] = Counter()
         self.third_tokens = 0  # hits from the third tier, over all lives
@@ -157,14 +163,14 @@ class Auditor(threading.Thread):
     def at_rest(self) -> list[str]:
         """Once no runner is attached: what is not as it should be, in words."""
         try:
-            return self.ask(self._at_rest, 4 * QUIET_S)
+            return self.ask(self._at_rest, 4 * self.rest_s)
         except TimeoutError:
-            return [f"rank {self.rank} did not answer within {4 * QUIET_S:g} s, and no fault goes on"]
+            return [f"rank {self.rank} did not answer within {4 * self.rest_s:g} s, and no fault goes on"]
 
     def _at_rest(self, observer: Client, mirror: Mirror) -> list[str]:
-        busy = daemons.waited(lambda: what_is_held(observer.status(prove=False)), QUIET_S)
+        busy = daemons.waited(lambda: what_is_held(observer.status(prove=False)), self.rest_s)
         if busy:
-            return [f"rank {self.rank}: {QUIET_S:g} s after the last runner left there are {', '.join(busy)}"]
+            return [f"rank {self.rank}: {self.rest_s:g} s after the last runner left there are {', '.join(busy)}"]
         problems: list[str] = []
         self._prove(observer)
         if "violations" not in self.status:
@@ -175,7 +181,7 @@ class Auditor(threading.Thread):
 
     def _compare(self, observer: Client, mirror: Mirror, tier: Tier) -> list[str]:
         """Block for block, as of one number."""
-        deadline = time.monotonic() + QUIET_S
+        deadline = time.monotonic() + self.rest_s
         while time.monotonic() < deadline:
             try:
                 dump = observer.dump(tier)
@@ -195,7 +201,9 @@ class Auditor(threading.Thread):
                 f"rank {self.rank}, {tier.name}: as of number {dump.seq} the mirror lacks {len(missing)} of the "
                 f"index's {len(wanted)} blocks ({missing[:SHOWN]}) and has {len(extra)} too many ({extra[:SHOWN]})"
             ]
-        return [f"rank {self.rank}, {tier.name}: the index and the mirror could not be compared within {QUIET_S:g} s"]
+        return [
+            f"rank {self.rank}, {tier.name}: the index and the mirror could not be compared within {self.rest_s:g} s"
+        ]
 
 
 def what_is_held(status: dict[str, Any]) -> list[str]:
@@ -227,7 +235,8 @@ def what_is_held(status: dict[str, Any]) -> list[str]:
 class Leaks:
     """What a daemon's processes have of the kernel, against what they had before the first runner came."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest_s: float) -> None:
+        self.rest_s = rest_s
         self.before: dict[str, Counter[str]] = {}
         self.first_bytes: dict[str, int] = {}
         self.last_bytes: dict[str, int] = {}
@@ -239,7 +248,7 @@ class Leaks:
         """What is too much, in words. `processes`: those of now; `growth_bytes`: by which memory may have grown."""
         problems = []
         for name, pid in processes.items():
-            more = daemons.waited(partial(self._more, name, pid), QUIET_S)
+            more = daemons.waited(partial(self._more, name, pid), self.rest_s)
             if more:
                 told = ", ".join(f"{count} more of {what}" for what, count in more.most_common(SHOWN))
                 problems.append(f"{name} (pid {pid}) leaks descriptors: {told} than before the first runner")

@@ -45,7 +45,7 @@ _MAMBA = {
         "interval": 64,
     }
 }  # fmt: skip
-_HOST = {"host": {"num_tokens": 8 * 512}}
+_HOST = {"host": {"num_tokens": 8 * 320}}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "radix": {"pool": _POOL, "host": {"num_tokens": 0}},
     "hiradix": {"pool": _POOL, **_HOST},

@@ -45,7 +45,9 @@ GRACE_S = 3.0  # that a fault is an excuse after its end
 LAG_S = 6.0  # after which the next fault is due, however few operations there were
 MOST_FAULTS = 6  # at a time
 TICK_S = 0.02
+REST_S = 10.0
 LEAVE_S = 20.0  # for runners to leave
+HURRY_S = 1.0  # the same once it has failed
 START_S = 60.0  # for a daemon to serve
 GROWTH_BYTES = 48 << 20  # of a process, between its first and any later quiet point
 CRASHED, ORPHANED = "CRITICAL", "the supervisor is gone"  # in the daemon's log; the second is as it should be
@@ -70,6 +72,7 @@ class Options(NamedTuple):
     quiet_every_s: float = QUIET_EVERY_S
     stuck_s: float = STUCK_S
     growth_bytes: int = GROWTH_BYTES
+    rest_s: float = REST_S  # for the daemon to come to rest once nobody uses it
 
     def recorded(self) -> dict[str, Any]:
         """What a schedule's file has of them."""
@@ -188,7 +191,7 @@ class Torture:
         self.sockets = self.daemon.rank_sockets()
         self.endpoints: list[tuple[str, str]] = []
         self.auditors: list[Auditor] = []
-        self.leaks = Leaks()
+        self.leaks = Leaks(options.rest_s)
         self.excuses: list[Excuse] = []
         self.done: list[Done] = []
         self._context = multiprocessing.get_context("forkserver")
@@ -288,7 +291,7 @@ class Torture:
         for rank, socket in enumerate(self.sockets):
             with self.client(rank, "observer") as observer:
                 status = observer.status()
-            self.auditors.append(Auditor(rank, socket, self.endpoints[rank], status, self.fail))
+            self.auditors.append(Auditor(rank, socket, self.endpoints[rank], status, self.fail, self.options.rest_s))
             self.auditors[-1].start()
         for auditor in self.auditors:
             for problem in auditor.at_rest():
@@ -577,7 +580,7 @@ class Torture:
             thread.join(START_S)
         common = self.board.common
         common[Common.STOP] = 1
-        deadline = time.monotonic() + LEAVE_S
+        deadline = time.monotonic() + (HURRY_S if self.ending.is_set() else LEAVE_S)
         while any(crew.processes for crew in self.crews) and time.monotonic() < deadline:
             self._tend(start=False)
             for crew in self.crews:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +93,7 @@ def forgetful(self, *arguments, **named):
 EventLog.removed = forgetful
 """,
         (),
-        "the mirror lacks 0 of",
+        "the mirror",
     ),
     "a descriptor that stays open for each session": Bug(
         """
@@ -153,12 +152,12 @@ for handlers in (*HANDLERS.values(), EARLY):
 """,
         (),
         "has made no progress",
-        options={"stuck_s": 1.5},
+        options={"stuck_s": 1.5, "quiet_every_s": 60.0},
     ),
     "a page of the disk that is not looked at": Bug(
         """
-from sglcache.storage import file
-unpacked = file.unpacked
+from sglcache.storage.page import Form
+Form.check = lambda self, prefix, header, payload: None
 """,
         ("disk-damage",),
         "wrong bytes",
@@ -167,10 +166,7 @@ unpacked = file.unpacked
         """
 from sglcache.core.resources import SlidingWindow
 init = SlidingWindow.__init__
-def short(self, *arguments, **named):
-    init(self, *arguments, **named)
-    self.window = max(1, self.window - 1)
-SlidingWindow.__init__ = short
+SlidingWindow.__init__ = lambda self, num_pages: init(self, max(1, num_pages - 1))
 """,
         (),
         "wrong bytes",
@@ -179,14 +175,8 @@ SlidingWindow.__init__ = short
 }
 
 
-@pytest.fixture(autouse=True)
-def _tidy() -> Iterator[None]:
-    """A torture that found something leaves its folder."""
-    yield
-
-
 def tortured(kind: str, seed: int, seconds: float, names: tuple[str, ...], **options: Any) -> Report:
-    options = {"num_runners": 2, "rate": 8.0, **options}
+    options = {"num_runners": 2, "rate": 8.0, "rest_s": 2.0, **options}
     given = run.Options(seed, daemon.KINDS[kind], seconds, faults=names, **options)
     report = run.torture(given)
     if report.folder is not None:
@@ -199,13 +189,19 @@ def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
     storage = "file" if bug.kind == "hiradix" else None
     report = tortured(
-        bug.kind, 1, 5.0, bug.faults, prelude=HEAD + bug.source, storage=storage, **{"quiet_every_s": 2.0, **bug.options}
+        bug.kind,
+        1,
+        5.0,
+        bug.faults,
+        prelude=HEAD + bug.source,
+        storage=storage,
+        **{"quiet_every_s": 2.0, **bug.options},
     )
     assert not report.ok, f"nobody has noticed {name}\n{describe(report)}"
     assert any(bug.said in problem for problem in report.problems), report.problems
 
 
-@pytest.mark.parametrize("kind", daemon.KINDS)
+@pytest.mark.parametrize("kind", ["hiradix", "unified"])
 def test_a_sound_daemon_bears_it(kind: str) -> None:
     storage = "file" if kind == "hiradix" else None
     report = tortured(kind, int.from_bytes(os.urandom(4), "big"), 4.0, ALL, storage=storage)
