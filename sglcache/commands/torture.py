@@ -40,7 +40,8 @@ DEFAULT_KIND = "hiradix"
 @click.option(
     "--kind",
     type=click.Choice(tuple(daemons.KINDS)),
-    help=f"Instead of a file: a small daemon of this kind of tree. [default: {DEFAULT_KIND}]",
+    help="Instead of a file: a small daemon of this kind of tree, in a form that the seed chooses. [default: "
+    f"{DEFAULT_KIND}]",
 )
 @click.option(
     "--faults",
@@ -116,9 +117,10 @@ def torture(
             indexer=indexer,
         )
     else:
+        seed = secrets.randbits(32) if seed is None else seed
         options = run.Options(
-            seed=secrets.randbits(32) if seed is None else seed,
-            config=_config(file, kind or DEFAULT_KIND, workers, ranks),
+            seed=seed,
+            config=_config(file, kind or DEFAULT_KIND, seed, workers, ranks),
             seconds=seconds,
             num_runners=num_runners,
             faults=schedule.chosen(names, tuple(faults.BY_NAME)),
@@ -149,12 +151,12 @@ def torture(
     return 0 if found.ok else EXIT_FAILED
 
 
-def _config(file: Path | None, kind: str, workers: int | None, ranks: str | None) -> dict[str, Any]:
+def _config(file: Path | None, kind: str, seed: int, workers: int | None, ranks: str | None) -> dict[str, Any]:
     """As a file has it. ConfigError; UsageError: --ranks is not two numbers."""
     if file is not None:
         data = configs.load(file).model_dump(mode="json", exclude_unset=True)
     else:
-        data = {name: dict(section) for name, section in daemons.KINDS[kind].items()}
+        data = daemons.varied(kind, seed)
     if workers is not None:
         data.setdefault("pool", {})["num_shards"] = workers
     if ranks is not None:

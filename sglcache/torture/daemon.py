@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import select
 import signal
@@ -56,6 +57,32 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 """Small daemons of every kind of tree: pools that a few conversations fill, so that everything is evicted."""
 
 
+def varied(kind: str, seed: int) -> dict[str, Any]:
+    """The small daemon of a kind, in one of the many forms that it may have: which one is a function of the seed."""
+    rng = random.Random(f"form/{seed}")
+    data = {name: dict(section) for name, section in KINDS[kind].items()}
+    pool, host = data["pool"], data["host"]
+    pool["num_shards"] = rng.choice((1, 2, 2))
+    pool["layout"] = rng.choice(("page_first", "layer_first"))
+    if rng.random() < 0.25 and kind in ("radix", "hiradix"):
+        del pool["num_kv_heads"], pool["head_dim"]
+        pool.update(kv_lora_rank=12, qk_rope_head_dim=4)
+    if rng.random() < 0.2 and kind in ("radix", "hiradix"):
+        pool["bigram"] = True
+    if host["num_tokens"]:
+        host["layout"] = rng.choice(("page_first", "layer_first"))
+        host["write_policy"] = rng.choice(("write_through", "write_through", "write_through_selective", "write_back"))
+        host["populate"] = rng.random() < 0.3
+        if rng.random() < 0.3:
+            host["keep_path"] = "kept"
+        if rng.random() < 0.2:
+            host["load_back_threshold"] = 16
+    policies = ("lru", "lru", "lfu", "fifo", "priority", "slru", "tlru")
+    data["eviction"] = {"device": rng.choice(policies), "host": rng.choice(policies)}
+    data["events"] = {"encoding": rng.choice(("map", "map", "superset")), "hash": rng.choice(("xxh3_128", "sha256"))}
+    return data
+
+
 def at_home(data: Mapping[str, Any], folder: Path, storage: str | None) -> dict[str, Any]:
     """The configuration, with all that it shares with other processes put into the folder or on ports of its own.
 
@@ -68,6 +95,8 @@ def at_home(data: Mapping[str, Any], folder: Path, storage: str | None) -> dict[
     made["control"] = {**made.get("control", {}), "socket": str(folder / "rank.sock")}
     made["state"] = {"dir": str(folder / "state")}
     made["http"] = {"enabled": False}
+    if made.get("host", {}).get("keep_path") is not None:
+        made["host"]["keep_path"] = str(folder / "kept")
     below = made.get("storage", {})
     kind = storage or below.get("kind", "none")
     if kind == "none":

@@ -188,11 +188,12 @@ class RankKill(Fault):
     """SIGKILL of a rank: the supervisor starts it again."""
 
     name, stalls, ends, kills, alone = "rank-kill", True, True, True, True
+    number: ClassVar[signal.Signals] = signal.SIGKILL
 
     def do(self) -> str:
         torture, rank = self.torture, self.draw_rank()
         pid = torture.rank_pid(rank)
-        if pid is None or not daemons.send(torture.folder, pid, signal.SIGKILL):
+        if pid is None or not daemons.send(torture.folder, pid, self.number):
             return f"rank {rank} had no process"
         if not torture.comes_back(rank, pid, BACK_S):
             torture.fail(f"rank {rank} does not serve {BACK_S:g} s after the death of pid {pid}")
@@ -217,6 +218,12 @@ class RankStall(Fault):
         return f"rank {rank} for {seconds:.2f} s"
 
 
+class RankDrain(RankKill):
+    """SIGTERM to a rank: it ends in good order, and is started again."""
+
+    name, weight, number = "rank-drain", 1, signal.SIGTERM
+
+
 class SupervisorKill(Fault):
     """SIGKILL of the supervisor: everything of it must be gone, and it is started again."""
 
@@ -228,6 +235,19 @@ class SupervisorKill(Fault):
         self.torture.daemon.start()
         self.torture.count_life()
         return "everything went, and is there again"
+
+
+class Restart(Fault):
+    """SIGTERM to the supervisor, as for an update: all of it ends in good order, and is started again."""
+
+    name, weight, stalls, ends, kills, alone = "restart", 1, True, True, True, True
+
+    def do(self) -> str:
+        for problem in self.torture.daemon.stop():
+            self.torture.fail(problem)
+        self.torture.daemon.start()
+        self.torture.count_life()
+        return "it ended in good order, and is there again"
 
 
 class SupervisorStall(Fault):
@@ -549,9 +569,9 @@ class Subscribers(Fault):
 
 
 FAULTS: tuple[type[Fault], ...] = (
-    RunnerKill, WorkerKill, SchedulerKill, RunnerStop, WorkerStop, RunnerVanish, RankKill, RankStall, SupervisorKill,
-    SupervisorStall, ClockJump, CopiesFail, CopiesStall, DiskFull, DiskDamage, Hog, BadFrames, Disconnects, Clear,
-    Announce, ReplayStorm, Subscribers,
+    RunnerKill, WorkerKill, SchedulerKill, RunnerStop, WorkerStop, RunnerVanish, RankKill, RankDrain, RankStall,
+    SupervisorKill, SupervisorStall, Restart, ClockJump, CopiesFail, CopiesStall, DiskFull, DiskDamage, Hog, BadFrames,
+    Disconnects, Clear, Announce, ReplayStorm, Subscribers,
 )  # fmt: skip
 """In the order in which they are told of. A new one is added here, and is one."""
 

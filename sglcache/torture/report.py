@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Report:
         return not self.problems
 
     def to_json(self) -> str:
-        return json.dumps({"ok": self.ok, **asdict(self)})
+        return json.dumps({"ok": self.ok, **vars(self)})
 
 
 def table(report: Report) -> list[tuple[str, str]]:
