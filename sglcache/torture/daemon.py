@@ -46,6 +46,7 @@ _MAMBA = {
         "interval": 64,
     }
 }  # fmt: skip
+_POLICIES = ("lru", "lru", "lfu", "fifo", "priority", "slru", "tlru")
 _HOST = {"host": {"num_tokens": 8 * 320}}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "radix": {"pool": _POOL, "host": {"num_tokens": 0}},
@@ -77,8 +78,8 @@ def varied(kind: str, seed: int) -> dict[str, Any]:
             host["keep_path"] = "kept"
         if rng.random() < 0.2:
             host["load_back_threshold"] = 16
-    policies = ("lru", "lru", "lfu", "fifo", "priority", "slru", "tlru")
-    data["eviction"] = {"device": rng.choice(policies), "host": rng.choice(policies)}
+        data["eviction"] = {"host": rng.choice(_POLICIES)}
+    data.setdefault("eviction", {})["device"] = rng.choice(_POLICIES)
     data["events"] = {"encoding": rng.choice(("map", "map", "superset")), "hash": rng.choice(("xxh3_128", "sha256"))}
     return data
 

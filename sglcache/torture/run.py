@@ -104,12 +104,9 @@ class Crew:
         self.pidfds: list[int] = []
         self.pipe: Connection | None = None
         self.pipes: list[Connection] = []
+        self.living = False  # all of it; for other threads, which may not ask the processes
         self.spent = False
         self.held_since: list[float] = [0.0] * len(rows)
-
-    @property
-    def living(self) -> bool:
-        return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def signal(self, number: int, what: int) -> None:
         """To one of its processes, if that is still there."""
@@ -406,7 +403,9 @@ class Torture:
         for crew in self.crews:
             if crew.processes:
                 self._hear(crew)
-                if not any(process.is_alive() for process in crew.processes):
+                alive = [process.is_alive() for process in crew.processes]
+                crew.living = all(alive)
+                if not any(alive):
                     self._hear(crew)
                     self._bury(crew)
             if not crew.processes and start and not crew.spent and not self.ending.is_set():
@@ -453,6 +452,7 @@ class Torture:
         for pair in links:
             for end in pair:
                 end.close()
+        crew.living = True
 
     def _hear(self, crew: Crew) -> None:
         for pipe in crew.pipes:

@@ -40,6 +40,7 @@ LOST = ("unavailable", "session_ended", "daemon_restarted", "closed")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLICIES = (None, "none", "best_effort", "timeout", "wait_complete")
 PIN_TTL_S = 0.5
+SMALL_PAGES, SMALL_PROMPTS, SMALL_BATCH, SMALL_LOOKS = 2, 1024, 64, 0.05
 
 At: TypeAlias = Callable[[Point], None]
 
@@ -269,6 +270,7 @@ class Runner:
         self.leases: list[Lease] = []
         self.given: dict[int, int] = {}  # by lease, the tokens up to which it has sent commits
         self.pinned = False
+        self.small: list[tuple[Tokens, Tokens, Any]] = []
 
     def run(self) -> None:
         """Until pause or stop. Gone."""
@@ -481,39 +483,51 @@ class Runner:
     # -- many small ones ----------------------------------------------------------------------------------
 
     def _small(self) -> Iterator[None]:
-        """Requests of a few pages, pipelined: operations to be counted, hits looked at now and then."""
+        """Requests of a page or two, pipelined, whose operations are to be counted; one hit in so many is looked at."""
+        assert isinstance(self.hands, OwnHands)
         rng, cache, desk = self.rng, self.cache, self.desk
-        prompts = [self.work.draw(rng) for _ in range(16)]
+        share = max(2, cache.geometry.num_pages // (2 * SMALL_PAGES * (self.seat.work[1] + 1)))
+        if not self.small:
+            self.small = [self._small_prompt() for _ in range(SMALL_PROMPTS)]
+        prompts = rng.choices(self.small, k=min(share, SMALL_BATCH))
+        states = int(cache.keeps_states)
         begun = [
-            cache.acquire_begin(
-                prompt.tokens[: 4 * self.page_size],
-                limit=len(prompt.tokens) - 1,
-                states=int(cache.keeps_states),
-                **prompt.namespace,
-            )
-            for prompt in prompts
+            cache.acquire_begin(tokens, limit=len(tokens) - 1, states=states, **namespace)
+            for tokens, _, namespace in prompts
         ]
         commits: list[Pending[Committed]] = []
-        leases: list[Lease] = []
-        for prompt, pending in zip(prompts, begun, strict=True):
+        for (_, ids, namespace), pending in zip(prompts, begun, strict=True):
             try:
                 lease = pending.wait()
             except NoSpace:
                 desk.count(Word.NO_SPACE)
                 continue
-            leases.append(lease)
-            desk.count(Word.REQUESTS)
-            ids = named(prompt.tokens[: 4 * self.page_size], prompt.namespace, self.page_size)
-            self._checked(self.hands.look(lease, ids))
-            self.hands.write(lease, ids, lease.matched_tokens, len(lease.slots) * self.page_size)
+            self.leases.append(lease)
+            if lease.host_tokens or rng.random() < SMALL_LOOKS:
+                try:
+                    self._checked(self.hands.look(lease, ids))
+                except WrongContents as wrong:
+                    raise WrongContents(f"{_told(lease, namespace)}: {wrong}") from None
+            if lease.matched_tokens < len(ids):
+                self.hands.contents.write(lease, ids, lease.matched_tokens, len(ids))
+            desk.count(Word.INPUT_TOKENS, len(ids))
+            desk.count(Word.HOST_TOKENS, lease.host_tokens)
+            desk.count(Word.DEVICE_TOKENS, lease.matched_tokens - lease.host_tokens)
             commits.append(lease.commit_begin())
         for each in commits:
             each.wait()
-        for lease in leases:
+        desk.count(Word.REQUESTS, len(commits))
+        for lease in self.leases:
             lease.release()
-        desk.count(Word.OPERATIONS, len(begun) + 2 * len(leases))
+        self.leases.clear()
+        desk.count(Word.OPERATIONS, len(begun) + 2 * len(commits))
         desk.at(Point.IDLE)
         yield
+
+    def _small_prompt(self) -> tuple[Tokens, Tokens, Any]:
+        prompt = self.work.draw(self.rng)
+        tokens = prompt.tokens[: self.page_size * self.rng.randint(1, SMALL_PAGES) + 1]
+        return tokens, named(tokens, prompt.namespace, self.page_size), prompt.namespace
 
 
 def _room(cache: Client) -> int:
