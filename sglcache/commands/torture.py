@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -132,6 +133,7 @@ def torture(
             indexer=indexer,
         )
     click.echo(f"seed {options.seed}", err=as_json)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing of it is left then, either
     with _progress() as progress:
         found = run.torture(options, progress)
     if as_json:

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -168,7 +169,7 @@ class Daemon:
                 self.process = subprocess.Popen(
                     supervisor.python("-m", __spec__.name, json.dumps(options), str(writer)),
                     pass_fds=[writer],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # which is at its end when the torture is, however that comes about
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -191,7 +192,7 @@ class Daemon:
             if not part:
                 if not ready:
                     self.process.kill()
-                code = self.process.wait(STOP_S)
+                code = self._over()
                 raise StartError(f"the daemon did not start (exit status {code}): {self.said()[-2000:]}")
             line += part
         facts: dict[str, Any] = json.loads(line)
@@ -231,7 +232,7 @@ class Daemon:
             with contextlib.suppress(OSError):
                 below[pid] = os.pidfd_open(pid)
         self.process.kill()
-        self.process.wait(STOP_S)
+        self._over()
         problems, deadline = [], time.monotonic() + DEATH_S
         for pid, pidfd in below.items():
             # Readable once its files are closed, too, which is a moment after its memory is gone.
@@ -244,6 +245,22 @@ class Daemon:
                     problems.append(f"somebody listens on {path.name} after the supervisor's death")
         return problems
 
+    def abandon(self) -> None:
+        """Kill what is left of it, whatever happened."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self._over()
+        for pid in marked(self.folder):
+            send(self.folder, pid, signal.SIGKILL)
+
+    def _over(self) -> int:
+        """Wait for the supervisor's end: its exit status."""
+        assert self.process is not None
+        code = self.process.wait(STOP_S)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        return code
+
     def stop(self) -> list[str]:
         """SIGTERM, and wait; what is not as it should be afterwards."""
         if self.process is None:
@@ -251,12 +268,12 @@ class Daemon:
         problems = []
         self.process.terminate()
         try:
-            code = self.process.wait(STOP_S)
+            code = self._over()
             if code:
                 problems.append(f"the daemon ended with {code}: {self.said()[-2000:]}")
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(STOP_S)
+            self._over()
             problems.append(f"the daemon did not end within {STOP_S:g} s of SIGTERM")
         left = [path.name for path in self.folder.iterdir() if path.suffix in (".lock", ".http") or path.is_socket()]
         if left:
@@ -366,6 +383,12 @@ def main() -> int:
         os.write(writer, json.dumps(info).encode() + b"\n")
         os.close(writer)
 
+    def orphaned() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=orphaned, name="orphaned", daemon=True).start()
     daemon = supervisor.Supervisor(
         parse(options["config"]),
         launch=supervisor.python("-c", options["rank"]),

@@ -273,7 +273,7 @@ class Torture:
                 self._loop(progress)
             except KeyboardInterrupt:
                 interrupted = True
-                self.fail("it was interrupted")
+                self.ending.set()
             self._end()
         finally:
             self.ending.set()
@@ -621,12 +621,7 @@ class Torture:
                     crew.signal(number, signal.SIGKILL)
             if crew.processes:
                 crew.forget()
-        process = self.daemon.process
-        if process is not None and process.poll() is None:
-            process.kill()
-            process.wait()
-        for pid in daemons.marked(self.folder):
-            daemons.send(self.folder, pid, signal.SIGKILL)
+        self.daemon.abandon()
 
     # -- telling ----------------------------------------------------------------------------------------------
 
