@@ -24,7 +24,7 @@ import zmq
 
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
-from sglcache.errors import Busy, NoSpace, SglcacheError
+from sglcache.errors import Busy, NoSpace, SglcacheError, UnknownSession
 from sglcache.torture import daemon as daemons
 from sglcache.torture.board import Action, Common, Hook, Point
 from sglcache.wire import control
@@ -465,7 +465,9 @@ class Disconnects(Fault):
             with contextlib.suppress(OSError, SglcacheError):
                 how = self.rng.randrange(3)
                 if how == 2:
-                    client = Client(path, role=self.rng.choice(("runner", "observer", "scheduler")), name="passer-by")
+                    client = Client(
+                        path, role=self.rng.choice(("runner", "observer", "scheduler", "admin")), name="passer-by"
+                    )
                     twin = socket.socket(fileno=os.dup(client._connection.fileno()))
                     twin.shutdown(socket.SHUT_RDWR)
                     twin.close()
@@ -480,6 +482,27 @@ class Disconnects(Fault):
         return f"{count} from rank {rank}"
 
 
+class EvictSession(Fault):
+    """An operator ends a runner's session; the runner lives on, or is killed with it."""
+
+    name = "evict-session"
+
+    def do(self) -> str:
+        crew = self.draw_crew()
+        if crew is None:
+            return "nobody was there"
+        kill = self.rng.random() < 0.3
+        with self.torture.client(crew.rank, "admin") as operator:
+            for row in operator.status()["sessions"]:
+                if row["ended"] or not any(member["name"] in crew.names for member in row["members"]):
+                    continue
+                self.hit = crew
+                with contextlib.suppress(UnknownSession):  # it has ended by itself meanwhile
+                    operator.evict_session(row["session"], kill=kill)
+                return f"{crew.name}'s{', and its processes' if kill else ''}"
+        return f"{crew.name} had none"
+
+
 class Clear(Fault):
     """An operator clears a tier, or all. While leases live, that is refused."""
 
@@ -491,7 +514,7 @@ class Clear(Fault):
         if self.torture.config.storage.kind == "file":
             tiers.append("disk")
         tier = self.rng.choice(tiers)
-        with self.torture.client(rank, "observer") as operator:
+        with self.torture.client(rank, "admin") as operator:
             try:
                 pages = operator.clear(tier)
             except Busy:
@@ -506,7 +529,7 @@ class Announce(Fault):
 
     def do(self) -> str:
         rank = self.draw_rank()
-        with self.torture.client(rank, "observer") as operator:
+        with self.torture.client(rank, "admin") as operator:
             operator.announce()
         return f"rank {rank}"
 
@@ -571,7 +594,7 @@ class Subscribers(Fault):
 FAULTS: tuple[type[Fault], ...] = (
     RunnerKill, WorkerKill, SchedulerKill, RunnerStop, WorkerStop, RunnerVanish, RankKill, RankDrain, RankStall,
     SupervisorKill, SupervisorStall, Restart, ClockJump, CopiesFail, CopiesStall, DiskFull, DiskDamage, Hog, BadFrames,
-    Disconnects, Clear, Announce, ReplayStorm, Subscribers,
+    Disconnects, EvictSession, Clear, Announce, ReplayStorm, Subscribers,
 )  # fmt: skip
 """In the order in which they are told of. A new one is added here, and is one."""
 

@@ -99,6 +99,7 @@ class Crew:
         self.rows = rows  # of the board, a process each
         self.has_workers = has_workers
         self.name = f"runner {number}"
+        self.names = [f"torture-{number}{f'-{worker}' if worker >= 0 else ''}" for worker in range(-1, len(rows) - 1)]
         self.lives = 0
         self.processes: list[Any] = []
         self.pidfds: list[int] = []
@@ -424,9 +425,8 @@ class Torture:
             self.board.row(row)[Word.FIRED] = 0
 
         def seat(number: int) -> Seat:
-            name = f"torture-{crew.number}{f'-{number - 1}' if number else ''}"
             return Seat(
-                str(self.board.path), crew.rows[number], str(self.sockets[crew.rank]), crew.rank, name,
+                str(self.board.path), crew.rows[number], str(self.sockets[crew.rank]), crew.rank, crew.names[number],
                 f"{options.seed}/{crew.number}/{number}/{crew.lives}", (options.seed, share), budget,
                 options.operations is not None,
             )  # fmt: skip

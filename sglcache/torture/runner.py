@@ -27,7 +27,15 @@ from sglcache.bench.contents import Checked, Contents, WrongContents
 from sglcache.client import Client, Lease, Worker
 from sglcache.client.connection import Pending
 from sglcache.client.lease import Committed
-from sglcache.errors import BadRequest, Changed, NoSpace, SglcacheError, TransferError
+from sglcache.errors import (
+    BadRequest,
+    Changed,
+    DaemonRestarted,
+    NoSpace,
+    SglcacheError,
+    TransferError,
+    Unavailable,
+)
 from sglcache.torture.board import Action, Board, Common, Point, Row, Word
 from sglcache.torture.work import Tokens, Work, named
 
@@ -269,6 +277,7 @@ class Runner:
         )
         self.leases: list[Lease] = []
         self.given: dict[int, int] = {}  # by lease, the tokens up to which it has sent commits
+        self.tables: dict[int, Told] = {}  # by lease, as it was when it was last written
         self.pinned = False
         self.small: list[tuple[Tokens, Tokens, Any]] = []
 
@@ -306,10 +315,10 @@ class Runner:
             return
         until = time.monotonic() + LINGER_S * self.rng.random()
         while time.monotonic() < until:
-            for lease in self.leases:
-                start = self.given.get(lease.id, lease.matched_tokens) // self.page_size * self.page_size
-                stop = len(lease.slots) * self.page_size
-                self.hands.contents.write(lease, np.full(stop, self.rng.getrandbits(32), np.uint32), start, stop)
+            for lease, table in self.tables.items():
+                start = self.given.get(lease, table.matched_tokens) // self.page_size * self.page_size
+                stop = len(table.slots) * self.page_size
+                self.hands.contents.write(table, np.full(stop, self.rng.getrandbits(32), np.uint32), start, stop)
             self.desk.row[Word.STAMP] = time.monotonic_ns()
             time.sleep(PAUSE_S)
 
@@ -365,6 +374,7 @@ class Runner:
             known = len(lease.tokens)
             self._make_room(lease, tokens[known:stop], stop)
             start = at // self.page_size * self.page_size  # a page's content is of all its tokens
+            self.tables[lease.id] = told_of(lease)
             self.hands.write(lease, ids, start, stop)
             pending, floor = self._commit_begin(lease, ids, at, stop)
             desk.at(Point.COMMIT_SENT)
@@ -477,6 +487,7 @@ class Runner:
         self.desk.at(Point.RELEASE_SENT)
         self.leases.remove(lease)
         self.given.pop(lease.id, None)
+        self.tables.pop(lease.id, None)
         self.hands.end(lease, how, wait)
         self.desk.count(Word.OPERATIONS)
 
@@ -547,7 +558,17 @@ def runner_main(seat: Seat, pipe: Connection) -> None:
 
     def once(desk: Desk, rng: random.Random) -> None:
         with _attached(seat, desk, "runner") as cache:
-            Runner(seat, desk, cache, OwnHands(cache, desk), rng).run()
+            while True:
+                try:
+                    with _losses():
+                        Runner(seat, desk, cache, OwnHands(cache, desk), rng).run()
+                    return
+                except Gone as gone:
+                    # As an engine would, that keeps its client over the daemon's lives.
+                    if gone.error.code != DaemonRestarted.code or rng.random() < 0.5 or not _joined(cache, desk):
+                        raise
+                    desk.count(Word.LOST)
+                    pipe.send(_told_of_loss(gone, desk))
 
     _live(seat, pipe, once)
 
@@ -640,7 +661,7 @@ def _live(seat: Seat, pipe: Connection, once: Callable[[Desk, random.Random], No
                 once(desk, rng)
             except Gone as gone:
                 desk.count(Word.LOST)
-                pipe.send(("lost", gone.error.code, gone.error.message, Point(int(desk.row[Word.POINT])).name))
+                pipe.send(_told_of_loss(gone, desk))
                 if gone.end or rng.random() < 0.5:
                     break
             if not again or desk.said(Common.STOP) or _spent(seat, desk):
@@ -668,6 +689,17 @@ def _spent(seat: Seat, desk: Desk) -> bool:
 
 
 @contextlib.contextmanager
+def _losses() -> Iterator[None]:
+    """What says that the daemon or the session is no more is Gone."""
+    try:
+        yield
+    except SglcacheError as error:
+        if error.code not in LOST:
+            raise
+        raise Gone(error) from None
+
+
+@contextlib.contextmanager
 def _attached(seat: Seat, desk: Desk, role: str) -> Iterator[Client]:
     """Attached for as long as the block lasts, once a daemon is there. Gone: it is so no more."""
     while True:
@@ -683,10 +715,11 @@ def _attached(seat: Seat, desk: Desk, role: str) -> Iterator[Client]:
         time.sleep(ATTACH_PAUSE_S)
     desk.vanish = _vanishing(cache)
     desk.at(Point.ATTACH)
-    epoch = cache.epoch
     try:
-        yield cache
+        with _losses():
+            yield cache
     except Gone as gone:
+        epoch = cache.epoch
         cache.close()
         # What ended us while the daemon lives on (we were thrown out) keeps our pages fenced for as long as we live.
         with contextlib.suppress(SglcacheError), Client(seat.socket, role="observer", name=seat.name) as look:
@@ -695,11 +728,27 @@ def _attached(seat: Seat, desk: Desk, role: str) -> Iterator[Client]:
     cache.close()
 
 
+def _told_of_loss(gone: Gone, desk: Desk) -> tuple[str, ...]:
+    return ("lost", gone.error.code, gone.error.message, Point(int(desk.row[Word.POINT])).name)
+
+
+def _joined(cache: Client, desk: Desk) -> bool:
+    """The daemon's next life; False: it is not to be had for now, or this is the same one, from which we vanished."""
+    epoch = cache.epoch
+    while not (desk.said(Common.STOP) or desk.said(Common.PAUSE)):
+        with contextlib.suppress(Unavailable):
+            cache.reattach(ATTACH_PAUSE_S)
+            desk.at(Point.ATTACH)
+            return cache.epoch != epoch
+    return False
+
+
 def _vanishing(member: Client | Worker) -> Callable[[], None]:
     """What ends its connection without a word, as a network or a bug would."""
 
     def vanish() -> None:
         with contextlib.suppress(OSError, SglcacheError):
+            # Of what `reattach` has joined, if it has.
             twin = sockets.socket(fileno=os.dup(member._connection.fileno()))
             twin.shutdown(sockets.SHUT_RDWR)
             twin.close()
