@@ -73,7 +73,7 @@ DEFAULT_KIND = "hiradix"
     help="Do again what a schedule.json says that an earlier run has left.",
 )
 @click.option(
-    "--indexer", type=click.Path(path_type=Path), metavar="PATH", help="A Python with Dynamo's indexer, to compare."
+    "--indexer", metavar="URL", help="Dynamo's, which then must believe what the indexes hold at every quiet point."
 )
 @click.option("--keep", is_flag=True, help="Leave the folder with log, state and schedule. After a failure it stays.")
 @json_option
@@ -91,7 +91,7 @@ def torture(
     storage: str | None,
     operations: int | None,
     replayed: Path | None,
-    indexer: Path | None,
+    indexer: str | None,
     keep: bool,
     as_json: bool,
 ) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from sglcache.client import Client
+from sglcache.client.dynamo import Indexer
 from sglcache.client.mirror import Curve, Mirror
 from sglcache.errors import Changed, SglcacheError
 from sglcache.torture import daemon as daemons
@@ -54,6 +55,7 @@ class Auditor(threading.Thread):
         self.counts: Counter[str] = Counter()
         self.third_tokens = 0  # hits from the third tier, over all lives
         self.status = status
+        self.blocks: dict[Tier, set[int]] = {}  # that the index had at the last quiet point
         self._topic, self._curve = status["stream"]["topic"], Curve.of_stream(status["stream"])
         self._ending = threading.Event()
         self._jobs: SimpleQueue[tuple[Callable[[Client, Mirror], Any], Future[Any]]] = SimpleQueue()
@@ -193,6 +195,7 @@ class Auditor(threading.Thread):
                 continue
             wanted, believed = set(dump.hashes), mirror.hashes(tier, self.rank)
             self.counts["dumps"] += 1
+            self.blocks[tier] = wanted
             self.agreed_at = time.monotonic()
             if wanted == believed:
                 return []
@@ -204,6 +207,24 @@ class Auditor(threading.Thread):
         return [
             f"rank {self.rank}, {tier.name}: the index and the mirror could not be compared within {self.rest_s:g} s"
         ]
+
+
+def what_differs(indexer: Indexer, model: str, auditors: Sequence[Auditor]) -> list[str]:
+    """At a quiet point: where Dynamo's indexer does not have what the indexes have, in words."""
+    believed = indexer.blocks(model)
+    problems = []
+    for auditor in auditors:
+        if auditor.status["pp_rank"]:
+            continue  # routers are told of the first stages alone
+        for tier, wanted in auditor.blocks.items():
+            words = (tier.medium, tier.name.lower())  # the second is the indexer's own, where it has no other
+            found = set().union(*(believed.get((auditor.rank, word), set()) for word in words))
+            if found != wanted:
+                problems.append(
+                    f"rank {auditor.rank}, {tier.name}: Dynamo's indexer lacks {len(wanted - found)} of "
+                    f"{len(wanted)} blocks and has {len(found - wanted)} too many"
+                )
+    return problems
 
 
 def what_is_held(status: dict[str, Any]) -> list[str]:

@@ -85,15 +85,18 @@ def varied(kind: str, seed: int) -> dict[str, Any]:
     return data
 
 
-def at_home(data: Mapping[str, Any], folder: Path, storage: str | None) -> dict[str, Any]:
+def at_home(
+    data: Mapping[str, Any], folder: Path, storage: str | None, *, indexer: str | None = None, master: str | None = None
+) -> dict[str, Any]:
     """The configuration, with all that it shares with other processes put into the folder or on ports of its own.
 
-    `storage`: none, file or mooncake instead of what it has. ConfigError: that does not go with it.
+    `storage`: none, file or mooncake instead of what it has; `master`: Mooncake's, HOST:PORT. `indexer`: Dynamo's, at
+    which the ranks shall register themselves. ConfigError: that does not go with it.
     """
     made: dict[str, Any] = {
         name: dict(section) if isinstance(section, Mapping) else section for name, section in data.items()
     }
-    made.setdefault("model_name", "torture")
+    made["model_name"] = folder.name  # nobody else's, at an indexer or a store
     made["control"] = {**made.get("control", {}), "socket": str(folder / "rank.sock")}
     made["state"] = {"dir": str(folder / "state")}
     made["http"] = {"enabled": False}
@@ -107,9 +110,15 @@ def at_home(data: Mapping[str, Any], folder: Path, storage: str | None) -> dict[
         made["storage"] = {"size": "2 MiB", "prefetch_threshold": 1, "prefetch_timeout_s": 0.2, **below, "kind": kind}
         if kind == "file":
             made["storage"]["path"] = str(folder / "store")
+        else:
+            size = {"segment_size": "32 MiB", "buffer_size": "16 MiB", "rpc_timeout_s": 1.0}
+            made["storage"] = {**size, **made["storage"], "master": master}
+            del made["storage"]["size"]
     events = dict(made.get("events", {}))
     for key in ("curve_key_file", "curve_allow_dir", "dynamo_indexers", "announce_every_s"):
         events.pop(key, None)
+    if indexer is not None:
+        events["dynamo_indexers"] = [indexer]
     parallel = made.get("parallel", {})
     base = free_ports(parallel.get("dp_size", 1) * parallel.get("pp_size", 1))
     events["endpoint"] = f"tcp://127.0.0.1:{base}"

@@ -384,6 +384,65 @@ class DiskDamage(Fault):
         return DiskFull.possible(torture)
 
 
+class MasterKill(Fault):
+    """Mooncake's master dies, with all that it knew, and comes back after a while."""
+
+    name, weight, alone = "master-kill", 1, True
+
+    def do(self) -> str:
+        master = self.torture.master
+        assert master is not None
+        master.stop()
+        seconds = self.wait(0.2, 3.0)
+        master.start()
+        return f"for {seconds:.1f} s"
+
+    @classmethod
+    def possible(cls, torture: Torture) -> str | None:
+        return None if torture.master is not None else "the third tier is not Mooncake"
+
+
+class MasterStop(MasterKill):
+    """Mooncake's master hangs for a while."""
+
+    name, weight = "master-stop", 2
+
+    def do(self) -> str:
+        master = self.torture.master
+        assert master is not None
+        master.signal(signal.SIGSTOP)
+        try:
+            seconds = self.wait(0.2, 4.0)
+        finally:
+            master.signal(signal.SIGCONT)
+        return f"for {seconds:.1f} s"
+
+
+class HelperKill(MasterKill):
+    """The process with Mooncake's client in it, a rank's child, is killed."""
+
+    name, alone = "helper-kill", False
+    numbers: ClassVar[tuple[int, ...]] = (signal.SIGKILL,)
+
+    def do(self) -> str:
+        rank = self.draw_rank()
+        pid = self.torture.rank_pid(rank)
+        helpers = daemons.children(pid) if pid is not None else []
+        if not helpers:
+            return f"rank {rank} had none"
+        helper = self.rng.choice(helpers)
+        for number in self.numbers:
+            if daemons.send(self.torture.folder, helper, number) and number == signal.SIGSTOP:
+                self.wait(0.2, 3.0)
+        return f"rank {rank}'s, pid {helper}"
+
+
+class HelperStop(HelperKill):
+    """The process with Mooncake's client in it hangs for a while."""
+
+    name, numbers = "helper-stop", (signal.SIGSTOP, signal.SIGCONT)
+
+
 # -- load, and bad company -----------------------------------------------------------------------------------
 
 
@@ -593,7 +652,8 @@ class Subscribers(Fault):
 
 FAULTS: tuple[type[Fault], ...] = (
     RunnerKill, WorkerKill, SchedulerKill, RunnerStop, WorkerStop, RunnerVanish, RankKill, RankDrain, RankStall,
-    SupervisorKill, SupervisorStall, Restart, ClockJump, CopiesFail, CopiesStall, DiskFull, DiskDamage, Hog, BadFrames,
+    SupervisorKill, SupervisorStall, Restart, ClockJump, CopiesFail, CopiesStall, DiskFull, DiskDamage, MasterKill,
+    MasterStop, HelperKill, HelperStop, Hog, BadFrames,
     Disconnects, EvictSession, Clear, Announce, ReplayStorm, Subscribers,
 )  # fmt: skip
 """In the order in which they are told of. A new one is added here, and is one."""

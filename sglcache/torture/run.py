@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglcache.client import Client
+from sglcache.client.dynamo import Indexer
 from sglcache.config import parse
 from sglcache.errors import SglcacheError, Unavailable
 from sglcache.torture import daemon as daemons
-from sglcache.torture.audit import Auditor, Leaks
+from sglcache.torture.audit import Auditor, Leaks, what_differs
 from sglcache.torture.board import Action, Board, Common, Point, Row, Word
 from sglcache.torture.daemon import Daemon
 from sglcache.torture.faults import BY_NAME, Fault
+from sglcache.torture.master import Master
 from sglcache.torture.report import Report
 from sglcache.torture.runner import Seat, runner_main, scheduler_main, worker_main
 from sglcache.torture.schedule import Done, Planned, plan, written
@@ -47,6 +49,7 @@ MOST_FAULTS = 6  # at a time
 TICK_S = 0.02
 REST_S = 10.0
 LEAVE_S = 20.0  # for runners to leave
+INDEXER_S = 40.0  # for Dynamo's indexer, which is told again every 10 s who is there
 HURRY_S = 1.0  # the same once it has failed
 START_S = 60.0  # for a daemon to serve
 GROWTH_BYTES = 48 << 20  # of a process, between its first and any later quiet point
@@ -67,7 +70,8 @@ class Options(NamedTuple):
     storage: str | None = None  # none, file, mooncake; None: as configured
     keep: bool = False
     schedule: Sequence[Planned] | None = None  # instead of the seed's
-    indexer: Path | None = None  # a Python with Dynamo's indexer
+    indexer: str | None = None  # the URL of Dynamo's, which is to be right, too
+    master: Sequence[str] = ("mooncake_master",)  # the command of Mooncake's master
     prelude: str = ""  # Python that each rank runs first, to plant a bug
     quiet_every_s: float = QUIET_EVERY_S
     stuck_s: float = STUCK_S
@@ -168,7 +172,15 @@ class Torture:
         self.folder = folder
         self.ending = threading.Event()
         self.report = Report(options.seed, num_runners=options.num_runners)
-        data = daemons.at_home(options.config, folder, options.storage)
+        kind = options.storage or options.config.get("storage", {}).get("kind")
+        self.master = Master(options.master, folder) if kind == "mooncake" else None
+        data = daemons.at_home(
+            options.config,
+            folder,
+            options.storage,
+            indexer=options.indexer,
+            master=self.master.address if self.master is not None else None,
+        )
         config = parse(data)
         shards = config.pool.num_shards
         num_ranks = config.parallel.dp_size * config.parallel.pp_size
@@ -264,6 +276,8 @@ class Torture:
         report.folder = str(self.folder) if options.keep else None
         interrupted = False
         try:
+            if self.master is not None:
+                self.master.start()
             info = self.daemon.start()
             self.count_life()
             streams = {row["rank"]: row["stream"] for row in info["ranks"]}
@@ -555,6 +569,12 @@ class Torture:
         for auditor in self.auditors:
             for problem in auditor.at_rest():
                 self.fail(problem)
+        if self.options.indexer is not None and not self.ending.is_set():
+            indexer = Indexer(self.options.indexer)
+            look = partial(what_differs, indexer, self.config.model_name, self.auditors)
+            for problem in daemons.waited(look, INDEXER_S):
+                self.fail(problem)
+            self.report.checks["indexer's pictures"] += 1
         if self.ending.is_set():
             return
         for problem in self.leaks.look(self._processes(), self.options.growth_bytes):
@@ -622,6 +642,8 @@ class Torture:
             if crew.processes:
                 crew.forget()
         self.daemon.abandon()
+        if self.master is not None:
+            self.master.stop()
 
     # -- telling ----------------------------------------------------------------------------------------------
 
