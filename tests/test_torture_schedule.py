@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglcache.config import parse
 from sglcache.errors import BadRequest
 from sglcache.torture import daemon, faults, schedule
 from sglcache.torture.schedule import Done
@@ -102,7 +103,7 @@ def test_every_form_of_a_small_daemon_is_sound_and_keeps_to_its_folder(kind: str
         data = daemon.varied(kind, seed)
         assert data == daemon.varied(kind, seed)
         storage = "file" if kind == "hiradix" else None
-        config = daemon.parse(daemon.at_home(data, tmp_path, storage))  # type: ignore[attr-defined]
+        config = parse(daemon.at_home(data, tmp_path, storage))
         assert config.control.socket == tmp_path / "rank.sock"
         assert config.state.dir == tmp_path / "state"
         assert config.host.keep_path in (None, tmp_path / "kept")

@@ -72,7 +72,9 @@ def table(report: Report) -> list[tuple[str, str]]:
     if report.memory:
         told = ", ".join(f"{name} {first:.1f} then {last:.1f} MiB" for name, (first, last) in report.memory.items())
         lines.append(("memory", f"without pools: {told}"))
-    lines += [("not done", f"{name}: {why}") for name, why in report.not_possible.items()]
+    for why in dict.fromkeys(report.not_possible.values()):
+        names = [name for name, each in report.not_possible.items() if each == why]
+        lines.append(("not done", f"{', '.join(names)}: {why}"))
     return lines
 
 
