@@ -22,6 +22,7 @@ import msgspec
 from sglcache.client import Client
 from sglcache.client.connection import Pending
 from sglcache.client.lease import Lease
+from sglcache.config import LimitsConfig
 from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.index import Index, IndexConfig
@@ -32,6 +33,7 @@ from sglcache.server.channel import Answer as RankAnswer
 from sglcache.server.channel import Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
 from sglcache.server.child import Child
 from sglcache.server.collector import Collector
+from sglcache.server.limits import Limits
 from sglcache.server.listener import Listener, Peer
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
@@ -170,7 +172,7 @@ class Commands(Decoder):
         )
         self.ring = LoadRing(4, 2)
         offer = Offer(1, "fuzz", GEOMETRY, [], 0, 0, 0, 1, 1)
-        self.sessions = Sessions(self.owner, self.ring, offer, lambda _: {}, dict)
+        self.sessions = Sessions(self.owner, self.ring, offer, lambda _: {}, dict, Limits(LimitsConfig()))
         self.owner.start()
         self.good, self.wire = self.attach()
         self.say(self.good, control.Acquire(1, struct.pack("<8I", *range(9000, 9008)), cache_salt="good"))
