@@ -293,6 +293,33 @@ def death(samples: int, leases: int, lease_tokens: int, page_size: int, events: 
 
 
 @bench.command()
+@click.option("--gib", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Of the host tier.")
+@click.option("--page-size", type=positive, default=64, show_default=True)
+@click.option("--token-kib", type=positive, default=32, show_default=True, help="Of KV of a token, all layers.")
+@click.option("--repeats", type=positive, default=5, show_default=True)
+@json_option
+def restart(gib: float, page_size: int, token_kib: int, repeats: int, as_json: bool) -> int:
+    """From kill -9 of a rank until its next life gives a hit from the host tier, its bytes looked at."""
+    from sglcache.bench import restart as benchmark
+
+    return _show("restart", benchmark.run(benchmark.Options(gib, page_size, token_kib, repeats)), as_json)
+
+
+@bench.command()
+@page_size_option
+@click.option("--prompt-tokens", type=positive, default=4096, show_default=True)
+@click.option("--requests", type=positive, default=400, show_default=True, help="Of a block.")
+@click.option("--pairs", type=positive, default=7, show_default=True, help="Blocks of each, in turn.")
+@json_option
+def journal(page_size: int, prompt_tokens: int, requests: int, pairs: int, as_json: bool) -> int:
+    """What the journal of the host tier costs a request: an index with one and one without, in turn."""
+    from sglcache.bench import restart as benchmark
+
+    options = benchmark.JournalOptions(page_size, prompt_tokens, requests, pairs)
+    return _show("journal", benchmark.run_journal(options), as_json)
+
+
+@bench.command()
 @click.option("--pool-gib", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--repeats", type=positive, default=7, show_default=True)
 @click.option(
