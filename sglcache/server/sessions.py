@@ -693,10 +693,15 @@ class Sessions:
                     index.shard_gone(session.id, shard)
         self.owner.pins_changed()
 
-    def shard_gone(self, member: Member) -> None:
+    def shard_gone(self, member: Member, died_at: float | None = None) -> None:
         """The member's uses of its shard are over: by its death, or by its farewell's event."""
+        if died_at is not None:
+            self._dying[member.id] = (member.pid, died_at)
+        else:
+            self._dying.pop(member.id, None)  # what others left comes back by a word, not by a death
         self.owner.index.shard_gone(member.id, member.shard)
         self.drop(member)
+        self._reclaimed()
 
     def lost(self, member: Member) -> None:
         """The member's socket is at its end, which says nothing of its process."""
@@ -723,6 +728,7 @@ class Sessions:
             index.shard_gone(session.id, shard)
         for member in [member for member in session.members if member.lost]:
             self.drop(member)
+        self._reclaimed()
 
     def _died(self, member: Member) -> None:
         """The member's process is dead, whoever holds its socket."""
@@ -735,9 +741,7 @@ class Sessions:
             session.why = known.why = why  # its socket's end was heard of first
         self.end(session, why)
         if member.touches:
-            self._dying[member.id] = (member.pid, now)
-            self.shard_gone(member)
-            self._reclaimed()
+            self.shard_gone(member, now)
         else:
             self.drop(member)
         member.abort()
