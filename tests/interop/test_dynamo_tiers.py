@@ -155,7 +155,7 @@ def test_a_clear_is_of_the_tiers_it_names(tmp_path: Path, shim: Path, opened: Ex
 def test_what_a_rank_finds_on_its_disk_is_told_though_nobody_asks_it(
     tmp_path: Path, shim: Path, opened: ExitStack
 ) -> None:
-    """Two ranks; one is killed, and its next life has what its own disk has. The other is as it was."""
+    """Two ranks; one is killed, and its next life has what its own disk and host have. The other is as it was."""
     rig = Rig(tmp_path, shim, opened, dp_size=2, **FULL)
     rng = random.Random(0)
     rig.drive(80, seed=1)
@@ -164,6 +164,10 @@ def test_what_a_rank_finds_on_its_disk_is_told_though_nobody_asks_it(
     assert all(len(before[rank, "DISK"] - before[rank, "HOST"]) > LEAST for rank in (0, 1))
     second = rig.daemon.rank(1)
     second.next_life(second.kill_rank())
+    rig.settle()
+    assert rig.blocks() == {where: hashes for where, hashes in before.items() if where != (1, "DEVICE")}
+    with rig.daemon.rank(1).admin() as admin:
+        admin.clear(Tier.HOST)
     rig.settle()
     assert rig.blocks() == {where: hashes for where, hashes in before.items() if where[0] == 0 or where[1] == "DISK"}
     cases = agree(rig, askable(rig.prompts, PAGE, rng))
