@@ -918,6 +918,11 @@ class Index:
         assert self.l3 is not None
         self.l3.found(runs)
 
+    def l3_complete(self) -> None:
+        """All that an exact L3 held was told: what the host has from an earlier life, and L3 has not, is stored now."""
+        assert self.l3 is not None
+        self.l3.catch_up_with_host()
+
     def l3_removed(self, digests: bytes, bad: bool = False) -> None:
         """What an exact L3 no longer holds, by no doing of an effect; of what was `bad` the children stay."""
         assert self.l3 is not None

@@ -245,6 +245,18 @@ class L3:
             return
         self._offer(end, num_pages)
 
+    def catch_up_with_host(self) -> None:
+        """Store what is on the host alone and was not stored by the life that brought it there."""
+        index = self.index
+        offered = 0
+        for node in index.tree.nodes():
+            if node.cells[HOST] is None or node.cells[DEVICE] is not None or node.writing:
+                continue
+            if offered == MAX_SKIPPED:
+                return  # what is not stored now is when it comes to the host again
+            offered += 1
+            self.backed_up(node, node.num_bytes // index.page_bytes)
+
     def _offer(self, end: Node, num_pages: int) -> None:
         index = self.index
         self.held_by_stores += num_pages

@@ -196,9 +196,12 @@ class ThirdTier:
 
         self.engine = Engine(self.store, done, num_fetchers=self.config.num_threads)
         self.ready = True
+        if self.store.exact:
+            owner.index.l3_complete()
         waiting, self._waiting = self._waiting, deque()
         for effect in waiting:
             self._pass_on(self.engine, effect)
+        owner.end_turn()
 
     def close(self) -> None:
         """Let go of the store. What hangs is left behind. Idempotent."""

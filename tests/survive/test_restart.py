@@ -280,3 +280,27 @@ def test_a_client_of_the_dead_life_cannot_touch_the_next_ones_pages(tmp_path: Pa
             assert runner.put(prompt(2)) == 40
         assert lease is not None
         old.close()
+
+
+def test_what_was_not_stored_when_the_rank_died_is_stored_by_the_next_life(tmp_path: Path) -> None:
+    """Behind a write-through comes the store; a kill between the two would leave a page that no disk ever gets."""
+    prelude = (
+        "import os, pathlib\n"
+        "from sglcache.storage.file import FileStore\n"
+        "put = FileStore.put\n"
+        "def slow(self, *arguments, **more):\n"
+        f"    assert not pathlib.Path({str(tmp_path / 'full')!r}).exists(), 'no room'\n"
+        "    return put(self, *arguments, **more)\n"
+        "FileStore.put = slow\n"
+    )
+    full = tmp_path / "full"
+    full.touch()
+    storage = {"kind": "file", "path": str(tmp_path / "l3"), "size": "1 GB"}
+    with Daemon(tmp_path / "daemon", timing=QUICK, prelude=prelude, storage=storage) as daemon:
+        with Runner(daemon) as runner:
+            runner.put(prompt(1))
+        until(lambda: daemon.settle()["counters"]["l3_stores_failed"] == 10)
+        full.unlink()
+        daemon.next_life(daemon.kill_rank())
+        until(lambda: daemon.status(prove=False)["third"]["num_pages"] == 10)
+        daemon.settle()
