@@ -15,17 +15,20 @@ import errno
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sglcache import paths
-from sglcache.errors import ConfigError, because
+from sglcache.errors import ConfigError, StartError, because
 from sglcache.memory.mapping import create_memfd
 
 logger = logging.getLogger("sglcache.keeping")
 
 KEEP = "keep_path"
 JOURNAL = "sglcache-journal"
+HOLD_S = 5.0  # that a killed process may take to be gone
+HOLD_POLL_S = 0.002
 
 
 class Keeper:
@@ -40,6 +43,7 @@ class Keeper:
         self._kept = dict(kept)
         self._folder: Path | None = None
         self._lock = -1
+        self.holds: list[int] = []
         self.identities: list[tuple[str, int, int, int]] = []  # name, device, inode, bytes of what was given
         if folder is not None:
             self._folder = rank_folder(folder, offset)
@@ -84,8 +88,35 @@ class Keeper:
             raise ConfigError(f"{what}: {because(exc, remedy)}", path=f"host.{KEEP}", value=num_bytes) from exc
         return fd
 
+    def hold(self, fd: int) -> None:
+        """Wait until nobody writes into what was given: no life before, and no process that it started.
+
+        It holds `fd`, one of those given, from then on, by a lock that goes with its last holder; who is to write,
+        too, inherits `holds`. StartError: somebody still does.
+        """
+        hold = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)  # a lock is of the opening, not of the file
+        try:
+            deadline = time.monotonic() + HOLD_S
+            while True:
+                try:
+                    fcntl.flock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StartError(
+                            f"a process of an earlier life still writes into host pages after {HOLD_S:g} s; end it"
+                        ) from None
+                    time.sleep(HOLD_POLL_S)
+        except BaseException:
+            os.close(hold)
+            raise
+        self.holds.append(hold)
+
     def close(self) -> None:
         """What was given stays the callers'. Idempotent."""
+        for hold in self.holds:
+            os.close(hold)
+        self.holds.clear()
         for fd in self._kept.values():
             os.close(fd)
         self._kept.clear()

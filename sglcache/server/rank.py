@@ -550,7 +550,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
 
         below = None
         if index.l3 is not None:
-            below = ThirdTier(config, shape, first.host, seat.offset, seat.pp_rank)
+            below = ThirdTier(config, shape, first.host, seat.offset, seat.pp_rank, keeper.holds)
             undo.callback(below.close)
         owner = Owner(
             index,
@@ -629,6 +629,7 @@ def _journal(rank: Rank, keeper: Keeper) -> tuple[Journal | None, Survivors | No
     identity = identity_of(config.model_name, facts, windows, list(keeper.identities))
     fd = keeper.open(JOURNAL, rows.num_bytes)
     try:
+        keeper.hold(fd)
         journal = Journal(map_shared(fd, rows.num_bytes, ours=True), rows, identity)
     finally:
         os.close(fd)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +84,11 @@ def identity_of(config: Config, geometry: Geometry, pp_rank: int) -> Identity:
     )
 
 
-def pages_of(geometry: Geometry, host: HostPools) -> HostPages:
-    """Where a host page lies: part by part, and in each the pieces in the order that page_first has them."""
+def pages_of(geometry: Geometry, host: HostPools, holds: Sequence[int] = ()) -> HostPages:
+    """Where a host page lies: part by part, and in each the pieces in the order that page_first has them.
+
+    `holds`: descriptors that who writes the pages has open, see `HostPages`.
+    """
     placement = geometry.placement(Tier.HOST)
     pieces = [
         Piece(part, region.offset, region.page_stride, region.num_bytes)
@@ -97,16 +100,25 @@ def pages_of(geometry: Geometry, host: HostPools) -> HostPages:
         [pool.buffer.data for pool in host.shards],
         pieces,
         [pool.fd for pool in host.shards],
+        holds,
     )
 
 
 class ThirdTier:
     """Owns a store and its threads; all its methods are for the loop's thread."""
 
-    def __init__(self, config: Config, geometry: Geometry, host: HostPools, offset: int, pp_rank: int) -> None:
-        """The whole daemon's `config`, and the geometry of this rank."""
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        host: HostPools,
+        offset: int,
+        pp_rank: int,
+        holds: Sequence[int] = (),
+    ) -> None:
+        """The whole daemon's `config`, and the geometry of this rank. `holds` as `pages_of`."""
         self.config = config.storage
-        identity, pages = identity_of(config, geometry, pp_rank), pages_of(geometry, host)
+        identity, pages = identity_of(config, geometry, pp_rank), pages_of(geometry, host, holds)
         self._build = partial(build_store, config.storage, identity, pages, offset)
         store = self._build()
         assert store is not None, "there is no third tier"
@@ -196,12 +208,17 @@ class ThirdTier:
 
         self.engine = Engine(self.store, done, num_fetchers=self.config.num_threads)
         self.ready = True
-        if self.store.exact:
+        if self.store.exact and self._has_room(owner):
             owner.index.l3_complete()
         waiting, self._waiting = self._waiting, deque()
         for effect in waiting:
             self._pass_on(self.engine, effect)
         owner.end_turn()
+
+    def _has_room(self, owner: Owner) -> bool:
+        """For all that the host has, without throwing anything out: what it threw out before is not to come again."""
+        stats, pages = self.store.stats(), self.store.form.payload_bytes * owner.index.pools[1].cached
+        return stats.max_bytes is None or (stats.num_bytes or 0) + pages <= stats.max_bytes
 
     def close(self) -> None:
         """Let go of the store. What hangs is left behind. Idempotent."""

@@ -22,14 +22,21 @@ class HostPages:
 
     page_first: a region for each shard and one piece of it. layer_first: a piece for each shard, layer, and K or V.
     Regions are writable, contiguous, and stay where they are while a store uses them. Where each is all of a memfd,
-    `fds` has these, and a store may give them to a process of its own.
+    `fds` has these, and a store may give them to a process of its own. That one has to inherit `holds` as well: as long
+    as these are open somewhere, nobody else begins to use the memory.
     """
 
     def __init__(
-        self, num_pages: int, regions: Sequence[memoryview], pieces: Sequence[Piece], fds: Sequence[int] = ()
+        self,
+        num_pages: int,
+        regions: Sequence[memoryview],
+        pieces: Sequence[Piece],
+        fds: Sequence[int] = (),
+        holds: Sequence[int] = (),
     ) -> None:
         self.num_pages = num_pages
         self.fds = tuple(fds)
+        self.holds = tuple(holds)
         self.regions = tuple(region.cast("B") for region in regions)
         self.pieces = tuple(pieces)
         self.payload_bytes = sum(piece.num_bytes for piece in pieces)

@@ -289,7 +289,7 @@ class MooncakeStore:
         with theirs:
             process = subprocess.Popen(
                 [*self._launch, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno(), *self._pages.fds],
+                pass_fds=[theirs.fileno(), *self._pages.fds, *self._pages.holds],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -63,7 +63,7 @@ def test_the_indexer_equals_the_index(encoding: str, tmp_path: Path, shim: Path,
 
 
 def test_each_rank_is_told_of_for_itself(tmp_path: Path, shim: Path, opened: ExitStack) -> None:
-    """Two replicas with some prompts in common, under one instance; then one is killed: what it had on the host stays."""
+    """Two replicas with prompts in common, under one instance; one is killed, and what it had on the host stays."""
     rig = Rig(tmp_path, shim, opened, dp_size=2)
     rng = random.Random(0)
     rig.drive(160, seed=1)

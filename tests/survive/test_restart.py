@@ -304,3 +304,29 @@ def test_what_was_not_stored_when_the_rank_died_is_stored_by_the_next_life(tmp_p
         daemon.next_life(daemon.kill_rank())
         until(lambda: daemon.status(prove=False)["third"]["num_pages"] == 10)
         daemon.settle()
+
+
+def test_a_next_life_waits_until_nobody_writes_into_the_pages_any_more(tmp_path: Path) -> None:
+    """Such as a process of a store, of which the kernel is not yet done: it has inherited what the rank held."""
+    prelude = (
+        "import os, subprocess, sys\n"
+        "import sglcache.server.rank as rank\n"
+        "ThirdTier, build = rank.ThirdTier, rank.build\n"
+        "def with_helper(it, loop):\n"
+        "    parts = build(it, loop)\n"
+        "    if not it._start.restarts:\n"
+        f"        words = 'import time, pathlib; time.sleep(3); pathlib.Path({str(tmp_path / 'over')!r}).touch()'\n"
+        "        subprocess.Popen([sys.executable, '-c', words], pass_fds=parts.keeper.holds)\n"
+        "    return parts\n"
+        "rank.build = with_helper\n"
+    )
+    with Daemon(tmp_path, timing=QUICK, prelude=prelude) as daemon:
+        with Runner(daemon) as runner:
+            runner.put(prompt(1))
+        daemon.settle()
+        assert not (tmp_path / "over").exists()
+        pid = daemon.kill_rank()
+        daemon.next_life(pid)
+        assert (tmp_path / "over").exists()
+        with Runner(daemon) as runner:
+            assert runner.put(prompt(1)) == 40
