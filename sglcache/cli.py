@@ -757,6 +757,13 @@ cli.add_command(
 )
 cli.add_command(
     LazyCommand(
+        "sglcache.commands.tenants:tenants",
+        name="tenants",
+        help="What each tenant has and may have.",
+    )
+)
+cli.add_command(
+    LazyCommand(
         "sglcache.commands.sessions:evict_session",
         name="evict-session",
         help="End a session, such as that of a runner that hangs.",

@@ -36,6 +36,7 @@ from sglcache.errors import ConfigError
 
 MAX_PAGES = 2**31 - 1  # a slot is an int32
 MAX_RANKS = 4096
+MAX_TENANT_NAME = 64  # characters
 MAX_LOAD_WORDS = 1 << 20  # of 8 bytes, one for each load slot and layer; each load slot is made at the start
 MAX_FILE = 16 << 20  # bytes of a configuration's file
 
@@ -856,6 +857,41 @@ class StorageConfig(Section):
         return bool(value != (parse_size(default) if key.endswith("size") else default))
 
 
+def token_limit(value: int | str) -> int | str:
+    """Tokens, or a share of the tier, such as "25%". ValueError: it is neither."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?%", value)
+        if match is None or float(match[1]) > 100:
+            raise ValueError('write tokens, or a share of the tier, such as "25%"')
+    elif not 0 <= value <= 1 << 50:
+        raise ValueError(f"write tokens, 0 to {1 << 50}")
+    return value
+
+
+def tenant_name(name: str) -> str:
+    """ValueError: it is no name for a tenant."""
+    if not 0 < len(name) <= MAX_TENANT_NAME or name != name.strip() or not name.isprintable():
+        raise ValueError(f"a tenant's name has 1 to {MAX_TENANT_NAME} printable characters, no blanks around them")
+    return name
+
+
+TokenLimit = Annotated[int | str, AfterValidator(token_limit)]
+TenantName = Annotated[str, AfterValidator(tenant_name)]
+
+
+class TenantConfig(Section):
+    """`[tenants.NAME]`: what one tenant may have of each rank's tiers, in tokens of full KV or as a share, "25%"."""
+
+    device_floor: TokenLimit = Field(
+        default=0, description="Of the device: no more than it is not evicted for others. What is held is theirs."
+    )
+    device_ceiling: TokenLimit | None = Field(
+        default=None, description="Of the device: at most so much, cached and leased; its own goes first. Unset: any."
+    )
+    host_floor: TokenLimit = Field(default=0, description="Of the host, as device_floor.")
+    host_ceiling: TokenLimit | None = Field(default=None, description="Of the host, as device_ceiling.")
+
+
 class StateConfig(Section):
     """`[state]`: what must outlive the process. Only each rank's highest number on its stream is kept."""
 
@@ -960,6 +996,10 @@ class Config(Section):
     http: HttpConfig = Field(default_factory=HttpConfig, description="HTTP.")
     control: ControlConfig = Field(default_factory=ControlConfig, description="The control socket.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="The third tier.")
+    tenants: dict[TenantName, TenantConfig] | None = Field(
+        default=None,
+        description="Tenants by name; `default` is of requests that name none of them. Unset: there are none.",
+    )
     state: StateConfig = Field(default_factory=StateConfig, description="What outlives the process.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What clients may have and do.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="When what is stuck is told of.")
@@ -1349,16 +1389,17 @@ def keys() -> dict[str, Any]:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """The section that a field is, or may be, or has a list of."""
-    for each in (annotation, *get_args(annotation)):
-        if isinstance(each, type) and issubclass(each, Section):
-            return each
-    return None
+    """The section that a field is, or may be, or has a list or a table of."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section, get_args(annotation))), None)
 
 
 def _general(dotted: str) -> str:
-    """The key as `keys` has it: parallel.stages.num_layers for parallel.stages.3.num_layers."""
-    return ".".join(part for part in dotted.split(".") if not part.isdigit())
+    """The key as `keys` has it: parallel.stages.num_layers for parallel.stages.3.num_layers, and without the name of a
+    tenant."""
+    section, *rest = (part for part in dotted.split(".") if not part.isdigit())
+    return ".".join([section, *(rest[-1:] if section == "tenants" else rest)])
 
 
 def _default_of(dotted: str) -> Any:

@@ -18,6 +18,7 @@ from sglcache.config import (
     PolicyName,
     Section,
     StageConfig,
+    TenantConfig,
     WindowConfig,
     keys,
     load,
@@ -55,7 +56,7 @@ def sections() -> list[type[Section]]:
     return found
 
 
-ABSENT: list[type[Section]] = [WindowConfig, MambaConfig, MambaStateConfig]
+ABSENT: list[type[Section]] = [WindowConfig, MambaConfig, MambaStateConfig, TenantConfig]
 """Sections that are not there by default. What such a one is of has no default that could be right."""
 
 

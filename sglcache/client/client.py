@@ -121,6 +121,7 @@ class AcquireOptions(NamespaceOptions, total=False):
     session_id: str | None
     """Whose request this is, for the event stream."""
     tenant: str | None
+    """Who is charged with the pages, where the daemon has tenants; None, or none of these: its tenant `default`."""
     priority: int
     """Where the daemon evicts by priority: what a request of a higher one has used is kept longer. Else nothing."""
     prefetch: str | None
@@ -569,14 +570,15 @@ class Client(Member):
         *,
         policy: str | None = "wait_complete",
         timeout_s: float | None = None,
+        tenant: str | None = None,
         **namespace: Unpack[NamespaceOptions],
     ) -> Prefetched:
         """Have what only the third tier has of a sequence brought to the host, ahead of the request that will need it.
 
         Answered when it is there, or will not be; with policy timeout (after `timeout_s`) or best_effort before that,
-        too, and then what is under way goes on. `policy` None: as the daemon is configured. Both as an acquire's.
+        too, and then what is under way goes on. `policy` None: as the daemon is configured. All as an acquire's.
         """
-        return self.prefetch_begin(tokens, policy=policy, timeout_s=timeout_s, **namespace).wait()
+        return self.prefetch_begin(tokens, policy=policy, timeout_s=timeout_s, tenant=tenant, **namespace).wait()
 
     def prefetch_begin(
         self,
@@ -584,12 +586,13 @@ class Client(Member):
         *,
         policy: str | None = "wait_complete",
         timeout_s: float | None = None,
+        tenant: str | None = None,
         **namespace: Unpack[NamespaceOptions],
     ) -> Pending[Prefetched]:
         """As `prefetch`, without waiting."""
         packed = pack(tokens)
-        _check_names("prefetch", namespace, (*_NAMESPACE, "policy", "timeout_s"))
-        checked = _checked({**namespace, "policy": policy, "timeout_s": timeout_s})
+        _check_names("prefetch", namespace, (*_NAMESPACE, "policy", "timeout_s", "tenant"))
+        checked = _checked({**namespace, "policy": policy, "timeout_s": timeout_s, "tenant": tenant})
         _check_timeout(checked, "policy", "timeout_s")
         connection = self._connection
         with connection.lock:
@@ -665,6 +668,40 @@ class Client(Member):
             raise BadRequest(f"session={_shown(session)}: the number that a status has of it", argument="session")
         with self._connection.lock:
             return self._call(control.EvictSession(self._connection.number(), session, kill))
+
+    def set_tenant(
+        self,
+        tenant: str,
+        *,
+        device_floor: int | str | None = None,
+        device_ceiling: int | str | None = None,
+        host_floor: int | str | None = None,
+        host_ceiling: int | str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Change limits of a tenant of this rank, or make it (an admin's alone): tokens, or a share of the tier, "25%";
+        a ceiling may be "none"; None stays as it is. What it has by then, in pages, by tier.
+
+        What is above a lowered ceiling is evicted, and what is in use once it is let go of. BadRequest: the floors are
+        more than the tier has, or a ceiling is below its floor; nothing was changed.
+        """
+        limits = {
+            "device_floor": device_floor,
+            "device_ceiling": device_ceiling,
+            "host_floor": host_floor,
+            "host_ceiling": host_ceiling,
+        }
+        if not isinstance(tenant, str):
+            raise BadRequest(f"tenant={_shown(tenant)} is no text", argument="tenant")
+        for key, value in limits.items():
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not isinstance(value, str) and not (whole and 0 <= int(value) < 1 << 63):
+                raise BadRequest(f'{key}={_shown(value)}: tokens, or a share of the tier such as "25%"', argument=key)
+        texts = {key: value for key, value in limits.items() if isinstance(value, str)}
+        numbers = {key: value for key, value in limits.items() if isinstance(value, int)}
+        checked = _checked({"tenant": tenant, **texts})
+        with self._connection.lock:
+            facts = self._call(control.SetTenant(self._connection.number(), **checked | numbers))
+        return list(facts["tenants"])
 
     # -- for leases -------------------------------------------------------------------------------------
 
@@ -994,6 +1031,7 @@ _TEXTS = {
     "cache_salt": control.MAX_SALT,
     "session_id": control.MAX_NAME,
     "tenant": control.MAX_NAME,
+    **dict.fromkeys(("device_floor", "device_ceiling", "host_floor", "host_ceiling"), control.MAX_NAME),
     "owner": control.MAX_NAME,
     "tier": control.MAX_NAME,
     "name": control.MAX_NAME,

@@ -60,6 +60,7 @@ Request: TypeAlias = (
     | control.Digest
     | control.Announce
     | control.EvictSession
+    | control.SetTenant
     | control.Bye
     | control.CancelRequest
 )

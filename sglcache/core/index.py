@@ -40,12 +40,13 @@ from sglcache.core.eviction import LRU, Policy
 from sglcache.core.key import ROOT, TOKEN_BYTES, Keys, Namespace
 from sglcache.core.l3 import FOR_EVER, L3, L3Config, Waiter
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
+from sglcache.core.limits import Limits
 from sglcache.core.line import Line, Patience, Standing
 from sglcache.core.resources import Companion, Full, Resource
 from sglcache.core.shares import Shared
 from sglcache.core.slots import SLOT_BYTES, SlotPool
 from sglcache.core.snapshot import Snapshot
-from sglcache.core.tenants import NO_COPIES, NOBODY, Copied, Limits, Tally, Tenants, TenantStats
+from sglcache.core.tenants import NO_COPIES, NOBODY, Copied, Tally, Tenants, TenantStats
 from sglcache.core.tiering import WRITE_THROUGH, Backups, WritePolicy
 from sglcache.core.tree import Node, Space, Tree
 from sglcache.errors import (

@@ -83,6 +83,8 @@ def restore(index: Index, survivors: Survivors) -> Restored:
     if index.companions is not None:
         for leaf in leaves:
             index.companions.prune(leaf)
+    if index.tenants is not None:  # whose ceilings may be others than they were
+        index.tenants.look()
     return taken
 
 

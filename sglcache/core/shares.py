@@ -113,7 +113,7 @@ class Shared(Ranked):
         )
         share = Share(leaves, closed)
         self.shares.append(share)
-        self.effort = 3 + len(self.shares) // 8  # a look for a victim looks at each
+        self.effort = 3 + len(self.shares) // 8  # who looks for a victim looks at each
         return share
 
     def reset(self, pool: SlotPool) -> list[Any]:

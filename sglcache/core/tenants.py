@@ -5,8 +5,8 @@ own pools, which know no tenants.
 
 * **Ceiling**: what a tenant is charged with (cached, leased, fenced) and what it asks for are together no more than it.
   Its own pages that nobody holds are evicted for that first; if that is too little, it is refused, with its numbers.
-  A ceiling that is set below what is charged already takes what nobody holds at once, in slices; what is held stays,
-  and goes when the tenant next asks for a page.
+  A ceiling that is set below what is charged already takes what nobody holds at once, in slices, and what is held as
+  soon as it is let go of.
 * **Floor**: what nobody holds of a tenant that has no more than it is not evicted for others; `shares` says exactly
   what that promises where prefixes are shared. It reserves nothing: free pages are whoever asks first's, and who holds
   pages keeps them. The floors of a tier add up to no more than it has.
@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglcache.core.limits import DEFAULT, Limits, check_limits
 from sglcache.core.shares import Shared
 from sglcache.errors import BadRequest, ConfigError
 from sglcache.units import Tier
@@ -32,41 +33,6 @@ if TYPE_CHECKING:
     from sglcache.core.tree import Node
 
 DEVICE, HOST = 0, 1
-DEFAULT = "default"
-MAX_TENANTS = 1024
-
-
-@dataclass(frozen=True)
-class Limits:
-    """A tenant's, in pages; a ceiling of None is none."""
-
-    device_floor: int = 0
-    device_ceiling: int | None = None
-    host_floor: int = 0
-    host_ceiling: int | None = None
-
-    def of(self, tier: int) -> tuple[int, int | None]:
-        """(floor, ceiling)."""
-        if tier == DEVICE:
-            return self.device_floor, self.device_ceiling
-        return self.host_floor, self.host_ceiling
-
-
-def check_limits(limits: Mapping[str, Limits], totals: Sequence[int]) -> str | None:
-    """What is wrong with these, of tiers of so many pages; None: nothing."""
-    if len(limits) > MAX_TENANTS:
-        return f"{len(limits)} tenants; there can be {MAX_TENANTS}"
-    for tier, total in enumerate(totals):
-        name = Tier(tier).name
-        floors = 0
-        for tenant, each in limits.items():
-            floor, ceiling = each.of(tier)
-            if floor < 0 or (ceiling is not None and ceiling < floor):
-                return f"tenant {tenant!r}: its ceiling on {name}, {ceiling} pages, is below its floor, {floor}"
-            floors += floor
-        if floors > total:
-            return f"the floors on {name} add up to {floors} pages, and there are {total}"
-    return None
 
 
 class TenantStats(NamedTuple):
@@ -126,7 +92,7 @@ class Tenants:
         assert len(self.orders) == index.T
         self.shares = [order.shares for order in self.orders]  # by tier and number
         self.place = [order.tenant for order in self.orders]  # where a node says whose a cell is, by tier
-        self.trimming: list[tuple[int, int]] = []  # (tier, number): what is above a lowered ceiling is to go
+        self.above: list[tuple[int, int]] = []  # (tier, number) of who is above a ceiling that was lowered
         for name in self.names:
             self._add(name)
 
@@ -154,12 +120,19 @@ class Tenants:
             self._numbers[name] = len(self.names)
             self.names.append(name)
             self._add(name)
-        number = self._numbers[name]
         for tier, shares in enumerate(self.shares):
-            share = shares[number]
+            share = shares[self._numbers[name]]
             share.floor, share.ceiling = limits[name].of(tier)
-            if share.ceiling is not None and share.charged > share.ceiling and (tier, number) not in self.trimming:
-                self.trimming.append((tier, number))
+        self.look()
+
+    def look(self) -> None:
+        """Have what is above a ceiling taken, as far as nobody holds it."""
+        self.above = [
+            (tier, number)
+            for tier, shares in enumerate(self.shares)
+            for number in range(len(shares))
+            if self.over(tier, number, 0)
+        ]
 
     # -- who pays ---------------------------------------------------------------------------------------------------
 
@@ -343,15 +316,24 @@ class Tenants:
             share.broken += max(0, num_pages - share.spare)
             share.taken += num_pages
 
+    @property
+    def trimming(self) -> bool:
+        """Something that is above a ceiling can go."""
+        return bool(self.above) and self._too_much() is not None
+
     def trim(self) -> None:
-        """A slice of what is above a ceiling that was lowered, as far as nobody holds it."""
-        tier, number = self.trimming[0]
-        share = self.shares[tier][number]
-        before = share.cached - share.locked
-        done = share.ceiling is None or self.index.evict(tier, 0, number)
-        after = share.cached - share.locked
-        if done or not after or (after == before and not self.orders[tier].unfinished):
-            self.trimming.pop(0)
+        """A slice of that."""
+        if (found := self._too_much()) is not None:
+            self.index.evict(found[0], 0, found[1])
+
+    def _too_much(self) -> tuple[int, int] | None:
+        self.above = [(tier, number) for tier, number in self.above if self.over(tier, number, 0)]
+        for tier, number in self.above:
+            share = self.shares[tier][number]
+            assert share.ceiling is not None
+            if share.charged - share.leaving > share.ceiling and share.cached > share.locked:
+                return tier, number
+        return None
 
     # -- telling ----------------------------------------------------------------------------------------------------
 

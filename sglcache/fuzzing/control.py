@@ -172,7 +172,9 @@ class Commands(Decoder):
         )
         self.ring = LoadRing(4, 2)
         offer = Offer(1, "fuzz", GEOMETRY, [], 0, 0, 0, 1, 1)
-        self.sessions = Sessions(self.owner, self.ring, offer, lambda _: {}, dict, Limits(LimitsConfig()))
+        self.sessions = Sessions(
+            self.owner, self.ring, offer, lambda _: {}, dict, Limits(LimitsConfig()), lambda name, written: []
+        )
         self.owner.start()
         self.good, self.wire = self.attach()
         self.say(self.good, control.Acquire(1, struct.pack("<8I", *range(9000, 9008)), cache_salt="good"))

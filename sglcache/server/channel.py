@@ -1,7 +1,7 @@
 """Between the supervisor and one life of a rank: a socketpair of whole frames, msgpack, descriptors beside them.
 
     supervisor ── Start (configuration, place, descriptors kept for it) · Ask · Drain ──► rank
-               ◄─ Ready · Beat · Answer · Keep (a descriptor for the next life) · Failed ──
+               ◄─ Ready · Beat · Answer · Keep (a descriptor for the next life) · Tenants · Failed ──
 
 Nobody waits here. A frame that the other side does not take now, because it hangs and its buffer is full, is not sent,
 and who needs an answer has a deadline of its own. The end of the socket is the end of the other process: the kernel
@@ -50,6 +50,7 @@ class Start(Frame):
     kept: list[str]
     log_level: int
     beat_s: float
+    tenants: dict[str, dict[str, int | str]] = {}  # limits that were set in earlier lives, as they were written
 
 
 class Ask(Frame):
@@ -107,7 +108,13 @@ class Keep(Frame):
     name: str
 
 
-Word: TypeAlias = Start | Ask | Drain | Ready | Beat | Answer | Failed | Keep
+class Tenants(Frame):
+    """Limits of tenants that were set since the supervisor began: the rank's next life has them, too."""
+
+    tenants: dict[str, dict[str, int | str]]
+
+
+Word: TypeAlias = Start | Ask | Drain | Ready | Beat | Answer | Failed | Keep | Tenants
 
 _decode = msgspec.msgpack.Decoder(Word).decode
 _encode = msgspec.msgpack.Encoder(enc_hook=str).encode  # facts of errors may hold anything

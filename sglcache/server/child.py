@@ -19,7 +19,21 @@ from typing import Any
 import msgspec
 
 from sglcache.server.allocator import copy_past_caches
-from sglcache.server.channel import About, Answer, Ask, Beat, Bound, Channel, Drain, Failed, Keep, Ready, Start, Word
+from sglcache.server.channel import (
+    About,
+    Answer,
+    Ask,
+    Beat,
+    Bound,
+    Channel,
+    Drain,
+    Failed,
+    Keep,
+    Ready,
+    Start,
+    Tenants,
+    Word,
+)
 from sglcache.server.plan import Seat
 from sglcache.server.watch import Trouble
 
@@ -61,6 +75,7 @@ class Child:
         self._troubles: list[Trouble] = []
         self._floor = 0  # numbers of its stream up to this one may have been used
         self._kept: dict[str, int] = {}  # descriptors for later lives
+        self._tenants: dict[str, dict[str, int | str]] = {}  # limits for later lives
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._num_questions = 0
 
@@ -100,7 +115,9 @@ class Child:
         ours.watch(loop, self.hear)
         loop.add_reader(self._pidfd, self._ended)
         level = logging.getLogger().getEffectiveLevel()
-        start = Start(config, self.seat, http, self.restarts, self._floor, list(self._kept), level, beat_s)
+        start = Start(
+            config, self.seat, http, self.restarts, self._floor, list(self._kept), level, beat_s, self._tenants
+        )
         if not ours.send(start, list(self._kept.values())):
             self.process.kill()  # it would wait for ever
         logger.info("%s starts, pid %d", self.seat, self.process.pid)
@@ -191,6 +208,8 @@ class Child:
                 self.failure = word
             case Keep(name):
                 self._keep(name, fds)
+            case Tenants(tenants):
+                self._tenants = tenants
             case _:
                 raise msgspec.DecodeError(f"a rank does not say {type(word).__name__}")
 

@@ -147,6 +147,21 @@ COPIES: tuple[tuple[str, str, bool, str], ...] = (
 )
 
 
+# A tenant's on a tier, by a field of TenantStats: ours, whether it only grows, the help.
+TENANTS: tuple[tuple[str, str, bool, str], ...] = (
+    ("floor", "sglcache_tenant_floor_pages", False, "Pages of a tenant that are not evicted for others."),
+    ("ceiling", "sglcache_tenant_ceiling_pages", False, "Pages that a tenant may have; without one it is missing."),
+    ("charged", "sglcache_tenant_charged_pages", False, "Pages that a tenant has, cached, leased and fenced."),
+    ("locked", "sglcache_tenant_locked_pages", False, "Of its cached pages, those in use or pinned."),
+    ("taken", "sglcache_tenant_taken_pages", True, "Pages of a tenant evicted to make room for others."),
+    (
+        "broken",
+        "sglcache_tenant_broken_pages",
+        True,
+        "Of these, those below its floor: they hung on another tenant's pages, and nothing else could go.",
+    ),
+    ("skipped", "sglcache_tenant_skipped_pages", True, "Pages not copied to a tier since the limits left no room."),
+)
 # The third tier's, by its name for one in `ThirdTier.facts`: ours, whether it only grows, the help.
 THIRD: tuple[tuple[str, str, bool, str], ...] = (
     ("ready", "sglcache_third_ready", False, "1 once it is known what the third tier held before this life."),
@@ -193,6 +208,7 @@ def of_rank(
     families += _pools(own, index)
     families += [Family(name, text, "gauge", [(own, getattr(index, field))]) for field, name, text in GAUGES]
     families += _counters(own, index)
+    families += _tenants(own, index)
     for field, name, grows, text in COPIES:
         samples = [({**own, "direction": lane.name}, float(getattr(lane, field))) for lane in lanes]
         families.append(Family(name, text, "counter" if grows else "gauge", samples))
@@ -264,6 +280,18 @@ def _pools(own: dict[str, str], index: IndexStats) -> Iterator[Family]:
             states.samples.append(({**labels, "state": state}, getattr(pool, state)))
         locked.samples.append((labels, pool.locked))
     return iter((size, states, locked))
+
+
+def _tenants(own: dict[str, str], index: IndexStats) -> Iterator[Family]:
+    """None where there are none."""
+    if index.tenants:
+        for field, name, grows, text in TENANTS:
+            samples = [
+                ({**own, "tenant": each.tenant, "tier": each.tier.name.lower()}, float(value))
+                for each in index.tenants
+                if (value := getattr(each, field)) is not None
+            ]
+            yield Family(name, text, "counter" if grows else "gauge", samples)
 
 
 def _third(own: dict[str, str], facts: Mapping[str, Any]) -> Iterator[Family]:

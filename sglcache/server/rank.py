@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.core.restore import Survivors, restore
+from sglcache.core.tenants import TenantStats
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
@@ -55,7 +56,7 @@ from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
 from sglcache.server import metrics
 from sglcache.server.allocator import keep_large_buffers
-from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
+from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start, Tenants
 from sglcache.server.collector import Collector
 from sglcache.server.keeping import JOURNAL, Keeper
 from sglcache.server.limits import Limits
@@ -65,6 +66,7 @@ from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
 from sglcache.server.sessions import Offer, OfferedCompanion, Sessions
 from sglcache.server.stream import build_publisher, format_of, tell_all
+from sglcache.server.tenants import asked, limits_of
 from sglcache.server.third import ThirdTier, config_of
 from sglcache.server.watch import Watch
 from sglcache.units import TicketId, Tier
@@ -153,6 +155,7 @@ class Rank:
         self.started_at = time.time()
         self.floor = start.floor
         self.kept = kept
+        self.tenants = dict(start.tenants)  # limits that were set, as they were written
         self._start = start
         self._channel = channel
         self._parts: Parts | None = None
@@ -295,6 +298,15 @@ class Rank:
         """
         return self._channel.send(Keep(name), [fd] if fd is not None else [])
 
+    def set_tenant(self, name: str, written: Mapping[str, int | str]) -> list[dict[str, Any]]:
+        """Change limits of a tenant, for this life and later ones; what it has now. BadRequest: they can't be so."""
+        index = self.parts.index
+        index.set_tenant(name, asked(name, written, self.geometry))
+        self.tenants[name] = {**self.tenants.get(name, {}), **written}
+        self._channel.send(Tenants(self.tenants))
+        logger.info("tenant %r: %s", name, ", ".join(f"{key} = {value}" for key, value in written.items()))
+        return [_tenant(each) for each in index.stats().tenants if each.tenant == name]
+
     def _hear(self) -> None:
         try:
             while (heard := self._channel.receive()) is not None:
@@ -416,6 +428,7 @@ class Rank:
             "geometry": self.geometry.facts(),
             "companions": [each.facts() for each in self.companions],
             "pools": [{**pool._asdict(), "tier": pool.tier.name} for pool in self.parts.index.stats().pools],
+            "tenants": [_tenant(each) for each in self.parts.index.stats().tenants],
             "stream": self._stream(),
             "third": third.identity() if third is not None else None,
         }
@@ -451,6 +464,10 @@ class Rank:
             "hash": self.config.events.hash,
             "next_seq": self.parts.index.next_seq,
         }
+
+
+def _tenant(stats: TenantStats) -> dict[str, Any]:
+    return {**stats._asdict(), "tier": stats.tier.name}
 
 
 def policy_of(config: EvictionConfig, name: str) -> Policy:
@@ -510,6 +527,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 load_back_quota=-(-config.host.load_back_quota // shape.page_size),
                 l3=config_of(config, shape),
                 companions=tuple(_companion(each, config) for each in rank.companions),
+                tenants=limits_of(config, shape, rank.tenants),
                 journal=journal is not None,
                 max_waiting=config.limits.max_waiting,
                 max_waiting_of_session=config.limits.max_waiting_per_session,
@@ -582,7 +600,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 for each, it in zip(rank.companions, others, strict=True)
             ],
         )
-        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, Limits(config.limits))
+        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, Limits(config.limits), rank.set_tenant)
         listener = Listener(loop, rank.socket, sessions.welcome)
         watch = Watch(
             config.watch,

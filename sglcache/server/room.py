@@ -34,6 +34,7 @@ from sglcache.memory.geometry import (
     companions_of,
 )
 from sglcache.memory.journal_form import Shape
+from sglcache.server.tenants import limits_of
 from sglcache.units import Tier
 
 NO_LIMIT = 1 << 60  # what cgroup v1 writes for none is near 2**63
@@ -445,6 +446,7 @@ def weigh(config: Config) -> Room:
         try:
             geometry = Geometry.of(own)
             companions = companions_of(own, geometry)
+            limits_of(own, geometry, {})
         except ConfigError as exc:
             if not config.parallel.stages:
                 raise

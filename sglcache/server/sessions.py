@@ -23,7 +23,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,6 +54,7 @@ from sglcache.server.limits import Limits
 from sglcache.server.listener import Peer, check_version, close_fds, refuse
 from sglcache.server.loads import Load
 from sglcache.server.owner import Owner
+from sglcache.server.tenants import KEYS
 from sglcache.units import LeaseId, SessionId, Tier
 from sglcache.wire import control
 
@@ -191,6 +192,7 @@ class Member(Connection):
             fetch=fetch,
             spare=c.spare,
             patience=self.sessions.limits.patience(c.wait_s, now),
+            tenant=c.tenant,
         )
         if grant is not None:
             self.granted(c.request, grant)
@@ -211,7 +213,7 @@ class Member(Connection):
             matched = self.index.peek(c.tokens, namespace).matched_tokens
             self.reply(control.Done(c.request, Prefetched(matched, 0)._asdict()))
             return
-        done = self.index.prefetch(self.id, c.request, c.tokens, namespace, until)
+        done = self.index.prefetch(self.id, c.request, c.tokens, namespace, until, c.tenant)
         if done is not None:
             self.reply(control.Done(c.request, done._asdict()))
         self.owner.third_asked()
@@ -415,6 +417,11 @@ class Member(Connection):
     def digest(self, c: control.Digest) -> None:
         self.reply(control.Done(c.request, self.sessions.digest()))
 
+    def set_tenant(self, c: control.SetTenant) -> None:
+        limits = {key: getattr(c, key) for key in KEYS}
+        written = {key: value for key, value in limits.items() if value is not None}
+        self.reply(control.Done(c.request, {"tenants": self.sessions.set_tenant(c.tenant, written)}))
+
     def announce(self, c: control.Announce) -> None:
         self.owner.announce()
         self.reply(control.Done(c.request))
@@ -496,7 +503,11 @@ HANDLERS: dict[str, Handlers[Member]] = {
     SCHEDULER: _LEADING,
     WORKER: {control.Recorded: Member.recorded, control.Ping: Member.ping, control.Bye: Member.bye},
     OBSERVER: _LOOKING,
-    ADMIN: {**_CHANGING, control.EvictSession: Member.evict_session},
+    ADMIN: {
+        **_CHANGING,
+        control.EvictSession: Member.evict_session,
+        control.SetTenant: Member.set_tenant,
+    },
 }
 EARLY: Handlers[Member] = {**_LEADING, control.Acquire: Member.acquire_early}
 """A scheduler's while a worker is missing."""
@@ -519,6 +530,7 @@ class Sessions:
         status: Callable[[bool], dict[str, Any]],
         digest: Callable[[], dict[str, Any]],
         limits: Limits,
+        set_tenant: Callable[[str, Mapping[str, int | str]], list[dict[str, Any]]],
     ) -> None:
         self.owner = owner
         self.limits = limits
@@ -526,6 +538,7 @@ class Sessions:
         self.offer = offer
         self.status = status
         self.digest = digest
+        self.set_tenant = set_tenant
         self.members: set[Member] = set()  # connected, or kept until its uses are over
         self.num_attached = 0  # since the start
         self.num_deaths = 0

@@ -651,6 +651,7 @@ class Hybrid:
                 room=room,
                 priority=priority,
                 spare=spare,
+                tenant=("a", "b", None)[request % 3],  # of whom nothing is said here: they have no limits, if any
             ),
             then,
         )

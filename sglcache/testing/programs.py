@@ -14,7 +14,7 @@ from sglcache.core.effects import Extended
 from sglcache.core.eviction import POLICIES, Policy
 from sglcache.core.key import ROOT, Namespace
 from sglcache.core.l3 import L3Config
-from sglcache.core.tenants import Limits
+from sglcache.core.limits import Limits
 from sglcache.core.tiering import WRITE_POLICIES, WritePolicy
 from sglcache.errors import BadRequest, SessionEnded, SglcacheError, UnknownLease, UnknownSession
 from sglcache.testing.model import DEVICE, CopyModel, Item, LeaseModel
@@ -441,8 +441,6 @@ class Program:
             choose.item(("a", "b", "default", "c")),
             **{key: limit(choose, key, config.num_pages, config.host_pages) for key in sorted(keys)},
         )
-        if choose.integer(0, 1):
-            self.rig.trimmed()
 
     def read(self, choose: Chooser) -> None:
         runners = self.live()

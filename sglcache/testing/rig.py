@@ -1194,20 +1194,6 @@ class Rig:
             asks=True,
         )
 
-    def trimmed(self) -> None:
-        """All slices are over, and of who is above its ceiling nothing is left that nobody holds."""
-        others = bool(self.waiting or self.fetching or self.l3.ops or self._writes_back)
-        above = [(tier, number) for tier, number in self.model.most if self.model.charged(tier, number)]
-        self.steps()
-        for tier, number in above:
-            ceiling = self.model.limits[number][tier][1]
-            if ceiling is None or others or self.model.charged(tier, number) <= ceiling:
-                continue
-            free = [page for page in self.model.evictable(tier) if self.model.payer[tier][page] == number]
-            assert not free, (
-                f"tenant {number} is above its ceiling of {ceiling} in tier {tier}, and nobody holds {free}"
-            )
-
     def cancel(self, runner: Runner, lease: LeaseModel) -> bool | SglcacheError:
         """Give back what nobody was told of; False while its load is on its way."""
         request = self._request()
@@ -1704,6 +1690,15 @@ class Rig:
                 f"should be {model.payer[tier].items() - paid[tier].items()}"
             )
         model.check_ceilings()
+        if not index.busy:
+            leaving = index.leaving()
+            for tier, number in model.most:
+                ceiling = model.limits[number][tier][1]
+                gone = sum(model.payer[tier][page] == number for page in leaving) if tier == DEVICE else 0
+                free = [page for page in model.evictable(tier) if model.payer[tier][page] == number]
+                assert ceiling is None or not free or model.charged(tier, number) - gone <= ceiling, (
+                    f"tenant {number} is above its ceiling of {ceiling} in tier {tier}, and nobody holds {free}"
+                )
         for told in index.stats().tenants:
             number, tier = self.tenants.index(told.tenant), int(told.tier)
             assert (told.floor, told.ceiling) == model.limits[number][tier]

@@ -269,6 +269,7 @@ class Prefetch(Frame):
     cache_salt: Salt | None = None
     policy: Name | None = None  # as an Acquire's `prefetch`
     timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # of policy timeout, instead of the daemon's
+    tenant: Name | None = None  # who is charged with the pages
 
 
 class Pin(Frame):
@@ -336,6 +337,18 @@ class EvictSession(Frame):
     kill: bool = False
 
 
+class SetTenant(Frame):
+    """Change limits of a tenant, or make it: tokens, or a share of the tier ("25%"); a ceiling may be "none". What is
+    None stays as it is. They hold at once, and for the rank's later lives under the same supervisor."""
+
+    request: U63
+    tenant: Name
+    device_floor: U63 | Name | None = None
+    device_ceiling: U63 | Name | None = None
+    host_floor: U63 | Name | None = None
+    host_ceiling: U63 | Name | None = None
+
+
 class Bye(Frame):
     """The member's last word: its uses end with this event (a scheduler that touches nothing sends 0, 0)."""
 
@@ -375,6 +388,7 @@ Command = (
     | Bye
     | EvictSession
     | CancelRequest
+    | SetTenant
 )
 
 

@@ -448,7 +448,10 @@ def test_an_option_that_there_is_not_is_refused_by_name_with_the_nearest_or_all(
         (lambda: client.acquire([1], bogus=1), "acquire has no option 'bogus'; it has lora, extra_key, .*priority"),  # type: ignore[call-arg]
         (lambda: client.peek([1], salt="a"), "peek has no option 'salt'; did you mean cache_salt"),  # type: ignore[call-arg]
         (lambda: client.peek([1], limit=1), "peek has no option 'limit'; it has lora, extra_key, cache_salt$"),  # type: ignore[call-arg]
-        (lambda: client.prefetch([1], bogus=1), "prefetch has no option 'bogus'; it has lora, .*policy, timeout_s$"),  # type: ignore[call-arg]
+        (
+            lambda: client.prefetch([1], bogus=1),
+            "prefetch has no option 'bogus'; it has lora, .*timeout_s, tenant$",
+        ),  # type: ignore[call-arg]
         (lambda: client.prefetch([1], timeout=1), "prefetch has no option 'timeout'; did you mean timeout_s"),  # type: ignore[call-arg]
         (lambda: acquire_alike([client], [1], prefech="none"), "did you mean prefetch"),  # type: ignore[call-arg]
     ):

@@ -9,9 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglcache.core.companions import PRUNED
 from sglcache.core.index import LEFT, Index, IndexConfig
+from sglcache.core.limits import Limits
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
+from sglcache.core.tenants import TenantStats
 from sglcache.net.publisher import PublisherStats
-from sglcache.server.metrics import COUNTERS, GAUGES, OF_COMPANIONS, STREAM, of_lives, of_rank
+from sglcache.server.metrics import COUNTERS, GAUGES, OF_COMPANIONS, STREAM, TENANTS, of_lives, of_rank
 from sglcache.server.metrics import page as joined
 
 STREAM_STATS = PublisherStats(
@@ -37,9 +39,21 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 def test_every_number_of_the_index_and_the_publisher_is_on_the_page() -> None:
     stats = Index(IndexConfig(page_size=4, num_pages=8, host_pages=8)).stats()
     assert {key for key, *_ in COUNTERS} - set(PRUNED) == set(stats.counters)
-    assert {field for field, *_ in GAUGES} == set(stats._fields) - {"pools", "counters"}
+    assert {field for field, *_ in GAUGES} == set(stats._fields) - {"pools", "counters", "tenants"}
     text = {"endpoint", "replay_endpoint", "ring_first_seq"}
     assert {field for field, *_ in STREAM} == set(PublisherStats.__dataclass_fields__) - text
+
+
+def test_every_number_of_a_tenant_is_on_the_page_and_without_tenants_no_word_of_them() -> None:
+    assert {field for field, *_ in TENANTS} == set(TenantStats._fields) - {"tenant", "tier", "cached"}
+    index = Index(IndexConfig(page_size=4, num_pages=8, tenants={"a": Limits(device_floor=2, device_ceiling=3)}))
+    index.acquire(index.open_session(), 1, bytes(4 * 12), tenant="a")
+    found = samples(page(index))
+    assert found["sglcache_tenant_floor_pages", "a", "device"] == 2
+    assert found["sglcache_tenant_ceiling_pages", "a", "device"] == 3
+    assert ("sglcache_tenant_ceiling_pages", "default", "device") not in found
+    assert found["sglcache_tenant_charged_pages", "a", "device"] == 3
+    assert "sglcache_tenant" not in page(Index(IndexConfig(page_size=4, num_pages=8)))
 
 
 def test_the_states_of_the_pages_add_up_to_the_pool() -> None:

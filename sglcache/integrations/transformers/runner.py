@@ -40,6 +40,7 @@ class Request:
     generator: torch.Generator
     logits: list[Tensor] | None  # where asked for: float [vocab] of each new token, on the CPU
     tokens: array[int]  # the prompt and what followed
+    tenant: str | None = None  # who is charged with its pages
     lease: Lease | None = None
     computed: int = 0  # tokens whose K and V are in the pages
     committed: int = 0  # tokens that the cache was given, or had
@@ -135,6 +136,7 @@ class Runner:
         extra_key: str | None = None,
         cache_salt: str | None = None,
         keep_logits: bool = False,
+        tenant: str | None = None,
     ) -> Request:
         """Queue a prompt, given as to `Client.acquire`.
 
@@ -157,6 +159,7 @@ class Runner:
             torch.Generator().manual_seed(seed),
             [] if keep_logits else None,
             packed[:],
+            tenant,
         )
         self._waiting.append(request)
         return request
@@ -255,6 +258,8 @@ class Runner:
             options: AcquireOptions = request.namespace._asdict()  # type: ignore[assignment]
             # The last token is always computed: its logits are what we are here for.
             options["limit"] = len(tokens) - 1
+            if request.tenant is not None:
+                options["tenant"] = request.tenant
             if self._chunk is not None:
                 options["room"] = self._chunk
             else:  # the last new token is never computed, so it needs no room
