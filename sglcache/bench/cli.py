@@ -57,6 +57,12 @@ def bench() -> None:
 @click.option("--window", type=positive, default=128, show_default=True, help="Tokens that a query sees: swa, unified.")
 @click.option("--window-tokens", type=positive, help="Capacity for windows; by default a quarter of --capacity-tokens.")
 @click.option("--state-slots", type=positive, default=256, show_default=True, help="Capacity: mamba, unified.")
+@click.option(
+    "--tenants",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Requests are of so many in turn, each with a floor of half its share; by default there are none.",
+)
 @click.option("--beside-full", is_flag=True, help="In turn with a tree of full KV alone, which does the same work.")
 @click.option("--peer", metavar="CMD", help="A command that measures something else; it prints a row as --json does.")
 @click.option("--pairs", type=positive, default=harness.MIN_PAIRS, show_default=True, help="Runs of each, in turn.")
@@ -76,6 +82,7 @@ def index(
     window: int,
     window_tokens: int | None,
     state_slots: int,
+    tenants: int,
     beside_full: bool,
     peer: str | None,
     pairs: int,
@@ -102,6 +109,7 @@ def index(
         window,
         window_tokens,
         state_slots,
+        tenants,
     )
     if peer is None and not beside_full:
         return _show("index", benchmark.run(options), as_json)
@@ -119,6 +127,8 @@ def index(
         host_policy,
         "--chunk-tokens",
         str(chunk_tokens),
+        "--tenants",
+        str(tenants),
         "--json",
     ]
     if limit is not None:

@@ -31,6 +31,7 @@ from sglcache.core.effects import Committed, Copy, Effect, Extended, Grant, Publ
 from sglcache.core.encoding import PLAIN, Format
 from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
+from sglcache.core.limits import MAX_TENANTS, Limits
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.errors import ConfigError, SglcacheError
 from sglcache.server.allocator import keep_large_buffers
@@ -63,6 +64,16 @@ class Options(NamedTuple):
     window: int = 128  # tokens that a query sees
     window_tokens: int | None = None  # capacity; None: a quarter of capacity_tokens
     state_slots: int = 256  # capacity
+    tenants: int = 0  # that requests are of in turn, each with a floor of half its share of a tier; 0: there are none
+
+    def limits(self) -> dict[str, Limits] | None:
+        """Of each tenant; None: there are none."""
+        device, host = (tokens // self.page_size for tokens in (self.capacity_tokens, self.host_tokens))
+        parts = 2 * self.tenants
+        return {
+            str(number): Limits(device_floor=device // parts, host_floor=host // parts)
+            for number in range(self.tenants)
+        } or None
 
     @property
     def keeps_window(self) -> bool:
@@ -112,6 +123,7 @@ class Work(NamedTuple):
     chunk_tokens: int = 0
     window: int = 0  # tokens; 0: no window is kept
     state: int | None = None  # the number of the companion that keeps states
+    tenants: int = 0  # that prompts are of, in turn
 
     @property
     def num_states(self) -> int:
@@ -129,6 +141,7 @@ class Driver:
         self.index = index
         self.session: SessionId = index.open_session()
         self.ticket = 0
+        self.tenant: str | None = None  # of the next request
         self.effects: list[Effect] = []
         self.num_events = self.num_blocks = self.wire_bytes = self.num_batches = 0
         self.num_copies = self.num_slices = 0
@@ -172,7 +185,7 @@ class Driver:
 
     def acquire(self, tokens: bytes, room: int | None = None, spare: Sequence[int] = ()) -> Grant:
         """With `step`s and their drains where one slice of eviction is not enough. NoSpace as the index."""
-        grant = self.index.acquire(self.session, 1, tokens, room=room, spare=spare)
+        grant = self.index.acquire(self.session, 1, tokens, room=room, spare=spare, tenant=self.tenant)
         self.pump()
         if grant is None:
             woken = self._stepped()
@@ -260,7 +273,9 @@ def measure(driver: Driver, collector: Collector, prompts: Iterator[bytes], work
     """Run each prompt through; the consumer's time between two requests is not counted."""
     clock, cpu = time.perf_counter, time.thread_time
     whole = not (work.chunk_tokens or work.window or work.num_states)
-    for tokens in prompts:
+    for number, tokens in enumerate(prompts):
+        if work.tenants:
+            driver.tenant = str(number % work.tenants)
         cpu_start = cpu()
         start = clock()
         if whole:  # as few of our own steps as there can be: they are a twentieth of what is measured
@@ -329,6 +344,8 @@ def build(options: Options, format: Format = PLAIN) -> tuple[Index, Work]:
     num_pages = options.capacity_tokens // options.page_size
     if num_pages < 1:
         raise ConfigError(f"--capacity-tokens {options.capacity_tokens} hold no page of {options.page_size} tokens")
+    if options.tenants >= MAX_TENANTS:
+        raise ConfigError(f"--tenants {options.tenants}: there can be {MAX_TENANTS - 1} beside the default one")
     companions = options.companions()
     index = Index(
         IndexConfig(
@@ -341,11 +358,12 @@ def build(options: Options, format: Format = PLAIN) -> tuple[Index, Work]:
             eviction=Policy(options.policy),
             host_eviction=Policy(options.host_policy),
             companions=companions,
+            tenants=options.limits(),
         )
     )
     window = options.window if options.keeps_window else 0
     state = len(companions) - 1 if options.keeps_states else None
-    return index, Work(options.page_size, options.chunk_tokens, window, state)
+    return index, Work(options.page_size, options.chunk_tokens, window, state, options.tenants)
 
 
 def run(options: Options) -> Row:
@@ -401,6 +419,7 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
         "window_tokens": options.window_capacity,
         "state_slots": options.state_slots if options.keeps_states else 0,
         "chunk_tokens": options.chunk_tokens,
+        "tenants": options.tenants,
         "requests": count,
         "tokens": aligned,
         "hit_rate": round(matched / aligned, 4) if aligned else 0.0,

@@ -150,6 +150,11 @@ class IndexMachine(RuleBasedStateMachine):
     def wrong_command(self, data: st.DataObject) -> None:
         self.program.stranger(DrawnChooser(data))
 
+    @precondition(lambda self: self.program.rig.tenants)
+    @rule(data=st.data())
+    def limit(self, data: st.DataObject) -> None:
+        self.program.limit(DrawnChooser(data))
+
     @rule()
     def settle(self) -> None:
         self.program.rig.settle()

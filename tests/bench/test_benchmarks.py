@@ -91,6 +91,15 @@ def test_index_evicts_by_the_policy_that_is_named(tmp_path: Path) -> None:
         assert (row["policy"], row["hit_rate"], row["evicted_pages"]) == (policy, hit_rate, evicted)
 
 
+def test_index_has_tenants_in_turn(trace: Path) -> None:
+    """Whose requests they are decides who pays, and of hits nothing where all have room."""
+    rows = [index.run(index.Options(trace, page_size=16, capacity_tokens=1 << 16, tenants=n)) for n in (0, 1, 3)]
+    assert [row["tenants"] for row in rows] == [0, 1, 3]
+    assert len({row["hit_rate"] for row in rows}) == 1
+    with pytest.raises(ConfigError, match="--tenants 64"):
+        index.run(index.Options(trace, tenants=64))
+
+
 def test_match_finds_everything_in_each_of_its_indexes() -> None:
     row = match.run(match.Options(pages=(1100, 5100), page_size=4, blocks=2, requests=10))
     small, large = row["sizes"]

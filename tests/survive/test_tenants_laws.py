@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from sglcache.core import eviction, index, invariants, slots, tree
 from sglcache.core.effects import Copy, Grant, Wake
@@ -26,6 +28,7 @@ from sglcache.core.tenants import Tenants
 from sglcache.core.tiering import Backups, WritePolicy
 from sglcache.errors import BadRequest, NoSpace
 from sglcache.testing import hybrid_programs
+from sglcache.testing.machine import IndexMachine
 from sglcache.testing.model import LeaseModel
 from sglcache.testing.planting import plant
 from sglcache.testing.programs import SeededChooser, run
@@ -41,6 +44,28 @@ BACK: dict[str, Any] = {"num_pages": 10, "host_pages": 24, "write_policy": Write
 TIGHT: dict[str, Any] = {"num_pages": 8, "page_size": 1, "l3": None}
 TWO_TIERS: dict[str, Any] = {"num_pages": 10, "host_pages": 12, "l3": None}
 BELOW: dict[str, Any] = {"num_pages": 10, "host_pages": 10, "l3": L3Config(tell=True, part=2, store_quota=100)}
+
+
+class TenantsMachine(IndexMachine):
+    fixed = {"tenants": "any", "num_pages": 10}  # noqa: RUF012  # as there
+
+
+CI = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+SETTINGS = settings(CI, max_examples=100 * DEEP, stateful_step_count=100, derandomize=False) if DEEP else CI
+
+
+@pytest.mark.timeout(0 if DEEP else 300)
+def test_any_program_of_several_tenants_under_hypothesis() -> None:
+    run_state_machine_as_test(TenantsMachine, settings=SETTINGS)
+
+
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "any": ({"num_pages": 10}, False),
     "tight": (TIGHT, False),
