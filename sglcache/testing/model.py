@@ -209,6 +209,7 @@ class Model:
         # With tenants, by number: who pays for a page, on its way to the host or there; and (floor, ceiling) of a tier.
         self.payer: tuple[dict[Page, int], dict[Page, int]] = ({}, {})
         self.limits: list[tuple[tuple[int, int | None], tuple[int, int | None]]] = []
+        self.leaving: set[Page] = set()  # from the device, with the end of a copy
         self.most: dict[tuple[int, int], int] = {}  # what (tier, tenant) may be charged with that is above its ceiling
 
     # -- holds and the order of eviction --------------------------------------------------------------
@@ -247,11 +248,9 @@ class Model:
             return sum(payer == tenant for payer in self.fetched.values())
         return sum(lease.tenant == tenant for lease in self.owner.values())
 
-    def room(
-        self, tier: int, tenant: int, keep: Iterable[Page] = (), leaving: Iterable[Page] = (), later: bool = False
-    ) -> tuple[int, int]:
+    def room(self, tier: int, tenant: int, keep: Iterable[Page] = (), later: bool = False) -> tuple[int, int]:
         """Pages that can be had for a tenant that keeps these, by the floors of others and by its own ceiling; `later`:
-        once all write-throughs are over. `leaving`: what goes from the device with the end of one."""
+        once all write-throughs are over."""
         held = set(self.holds[tier]) | set(keep)
         over = self.only_copies(keep) if later else set()
         unlocked = {page for page in self.slot[tier] if page not in held or page in over}
@@ -263,7 +262,7 @@ class Model:
             if number == tenant:
                 headroom = headroom if ceiling is None else ceiling - locked
                 continue
-            go = mine & set(leaving)
+            go = mine & self.leaving if tier == DEVICE else set()
             gone = go & over
             room -= max(0, min(len(mine & unlocked - gone), floor - locked + len(go) - len(gone)))
         return room, headroom
@@ -399,6 +398,7 @@ class Model:
             elif not eviction.left:
                 self._check_order(tier, eviction)
             if eviction.leaving:
+                self.leaving.update(eviction.node)
                 continue
             for page in reversed(eviction.node):
                 parents[page.parent] -= 1
@@ -699,6 +699,7 @@ class Model:
         What hangs on it may still be being written: its target slots stay fenced until its own ack.
         """
         del self.copies[copy.ticket]
+        self.leaving.difference_update(copy.pages)
         if copy.cancelled:
             for slot in copy.target_slots:
                 self.host_fenced.remove(slot)

@@ -1226,8 +1226,7 @@ class Rig:
 
     def _room(self, tenant: int, keep: Sequence[Page] = (), *, later: bool) -> tuple[int, int]:
         """See Model.room."""
-        leaving = self.index.leaving() if self._writes_back and self.tenants else ()
-        return self.model.room(DEVICE, tenant, keep, leaving, later and not self._distrusted)
+        return self.model.room(DEVICE, tenant, keep, later and not self._distrusted)
 
     def _left(self, tenant: int, keep: Sequence[Page] = (), *, later: bool) -> int:
         """Pages that can be had for who comes now, and keeps these, beside those that are promised; `later`: once the
@@ -1691,7 +1690,8 @@ class Rig:
             )
         model.check_ceilings()
         if not index.busy:
-            leaving = index.leaving()
+            leaving = model.leaving
+            assert index.leaving() == leaving, f"{index.leaving()} leave the device, should be {leaving}"
             for tier, number in model.most:
                 ceiling = model.limits[number][tier][1]
                 gone = sum(model.payer[tier][page] == number for page in leaving) if tier == DEVICE else 0

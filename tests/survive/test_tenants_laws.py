@@ -19,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from sglcache.core import eviction, index, invariants, slots, tree
 from sglcache.core.effects import Copy, Grant, Wake
-from sglcache.core.index import Index, IndexConfig
+from sglcache.core.index import Index, IndexConfig, _Beside
 from sglcache.core.l3 import L3, L3Config
 from sglcache.core.limits import Limits
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
@@ -303,9 +303,7 @@ MUTATIONS = [
     Mutation("what a match locks of others keeps no floor", Tenants, "room", "pinned.get(other, 0)", "0"),
     Mutation("its own match is no reason", Tenants, "headroom", " + pinned.get(number, 0)", ""),
     Mutation("copies never end", Tenants, "headroom", " - copied.pages.get(number, 0)", "", TWO_TIERS),
-    Mutation(
-        "those of one extend are promised the same", Index, "extend", "tally.add(lease.tenant, num_fresh)", "pass"
-    ),
+    Mutation("those of one extend are promised the same", _Beside, "add", "self.tally.add(tenant, num_fresh)", "pass"),
     Mutation("who waits is promised nothing", Index, "_tally", "tally.add(number, num_pages)", "pass", TWO_TIERS),
     Mutation("a tenant's floors are checked for one tier", Tenants, "_totals", "[: self.index.T]", "[:1]", TWO_TIERS),
     Mutation("a lowered ceiling takes nothing", Tenants, "set", "self.look()", "pass"),
