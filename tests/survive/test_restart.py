@@ -315,11 +315,11 @@ def test_a_next_life_waits_until_nobody_writes_into_the_pages_any_more(tmp_path:
         "def with_helper(it, loop):\n"
         "    parts = build(it, loop)\n"
         "    if not it._start.restarts:\n"
-        f"        words = 'import time, pathlib; time.sleep(3); pathlib.Path({str(tmp_path / 'over')!r}).touch()'\n"
+        "        words = 'import time, pathlib; time.sleep(3); pathlib.Path(\"%s\").touch()'\n"
         "        subprocess.Popen([sys.executable, '-c', words], pass_fds=parts.keeper.holds)\n"
         "    return parts\n"
         "rank.build = with_helper\n"
-    )
+    ) % (tmp_path / "over")
     with Daemon(tmp_path, timing=QUICK, prelude=prelude) as daemon:
         with Runner(daemon) as runner:
             runner.put(prompt(1))
