@@ -925,6 +925,7 @@ class Sessions:
                     "connected": not member.lost,
                     "alive": member.alive,
                     "waits": len(member.waits),
+                    "unanswered": member.num_unanswered,
                 }
                 for member in session.members
             ],
