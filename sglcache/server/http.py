@@ -61,7 +61,7 @@ class HttpServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         health = self.pages.health()
-        return _json(health, status=200 if health.get("serving") else 503)
+        return _json(health, status=200 if health.get("serving", health.get("status") == "ok") else 503)
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return _json(await self.pages.server_info())

@@ -99,11 +99,12 @@ def test_a_wait_can_be_cancelled(client: Client) -> None:
         done = client.acquire_begin(prompt(1, 1))
         done.cancel()
         done.wait().cancel()
-        growing = held.extend_begin(reserve=P * 10, wait_s=10)
-        growing.cancel()
-        with pytest.raises(Cancelled):
-            growing.wait()
-        held.extend(reserve=P)
+        with client.acquire(prompt(4, 1)):
+            growing = held.extend_begin(reserve=P * 2, wait_s=10)
+            growing.cancel()
+            with pytest.raises(Cancelled):
+                growing.wait()
+        held.extend(reserve=P * 2)
 
 
 def test_an_extend_waits_for_room_for_all_of_its_batch(small: Daemon, client: Client) -> None:
