@@ -266,13 +266,48 @@ def memory(pages: int, page_size: int, tiers: int, events: bool, policy: str, as
 @click.option(
     "--repeats", type=positive, default=3, show_default=True, help="Runs; each call counts with its quickest."
 )
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="NAME",
+    help="Instead: the longest stall of a daemon's loop while that goes wrong; all: each of them in turn.",
+)
 @json_option
-def stall(nodes: int, page_size: int, tiers: int, events: bool, policy: str, repeats: int, as_json: bool) -> int:
+def stall(
+    nodes: int,
+    page_size: int,
+    tiers: int,
+    events: bool,
+    policy: str,
+    repeats: int,
+    faults: tuple[str, ...],
+    as_json: bool,
+) -> int:
     """The longest single call to an index with many nodes, the cycle collector included."""
+    if faults:
+        return _stall_by_fault(faults, as_json)
     from sglcache.bench import stall as benchmark
 
     options = benchmark.Options(nodes, page_size, tiers == 2, events, policy=policy, repeats=repeats)
     return _show("stall", benchmark.run(options), as_json)
+
+
+def _stall_by_fault(names: tuple[str, ...], as_json: bool) -> int:
+    from sglcache.bench import faults as benchmark
+
+    if names == ("all",):
+        names = tuple(benchmark.FAULTS)
+    if unknown := [name for name in names if name not in benchmark.FAULTS]:
+        raise click.BadParameter(f"{unknown[0]} is none; all, {', '.join(benchmark.FAULTS)}", param_hint="--fault")
+    row = benchmark.run(benchmark.Options(faults=names))
+    if as_json:
+        return _show("stall", row, as_json)
+    click.echo(f"{'':<18}{'loop, longest':>15}{'ping p50':>10}{'p99':>9}{'max':>9}   ms")
+    for name, each in row["faults"].items():
+        values = f"{each['ping_p50_ms']:>10.2f}{each['ping_p99_ms']:>9.2f}{each['ping_max_ms']:>9.2f}"
+        click.echo(f"{name:<18}{each['longest_stall_ms']:>15.2f}{values}")
+    return 0
 
 
 @bench.command()

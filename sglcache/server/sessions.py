@@ -423,6 +423,9 @@ class Member(Connection):
         self.reply(control.Done(c.request, {"tenants": self.sessions.set_tenant(c.tenant, written)}))
 
     def announce(self, c: control.Announce) -> None:
+        sessions = self.sessions
+        sessions.num_anew = sessions.num_anew + 1 if self.index.announcing else 0
+        sessions.limits.check_count("announcements", sessions.num_anew, "max_expensive")
         self.owner.announce()
         self.reply(control.Done(c.request))
 
@@ -544,6 +547,7 @@ class Sessions:
         self.num_deaths = 0
         self.reclaims: deque[Reclaim] = deque(maxlen=RECLAIMS)  # the last ones
         self._dying: dict[SessionId, tuple[int, float]] = {}  # (pid, when): pages are not free for some other reason
+        self.num_anew = 0  # times that an announcement was begun anew before it was over
         self.num_slow = 0  # members thrown out, for they did not read
         self._by_id: dict[SessionId, Session] = {}
         self._by_token: dict[bytes, Session] = {}

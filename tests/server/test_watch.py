@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,7 +203,7 @@ def test_numbers_that_cannot_be_reserved_are_seen(daemon: Daemon, gate: Path) ->
 def test_a_loop_that_stands_still_is_told_of_after_it(daemon: Daemon) -> None:
     pid = daemon.pid
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.8)  # the law is about time itself
+    until(lambda: daemon.ask("/health")["ranks"][0]["state"] == "stuck")
     os.kill(pid, signal.SIGCONT)
     assert degraded(daemon, "loop")["age_s"] > 0.5
     with daemon.observer() as client:
