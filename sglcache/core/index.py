@@ -2084,6 +2084,7 @@ class Index:
             for s in self.sessions.values()
             if s.leases or s.pins
         ]
+        holders = [each for each in holders if each["pages"] or each["pinned_pages"]]
         holders.sort(key=lambda each: (each["pages"], each["pinned_pages"]), reverse=True)
         return {"holders": holders[:NUM_HOLDERS]}
 
