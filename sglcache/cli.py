@@ -747,6 +747,9 @@ cli.add_command(
     LazyCommand("sglcache.commands.check:check", name="check", help="What a configuration takes, or what is wrong.")
 )
 cli.add_command(
+    LazyCommand("sglcache.commands.fsck:fsck", name="fsck", help="Prove that a running daemon is what it says it is.")
+)
+cli.add_command(
     LazyCommand("sglcache.commands.purge:purge", name="purge", help="Remove the host tier that outlived its daemon.")
 )
 cli.add_command(

@@ -650,6 +650,11 @@ class Client(Member):
         with self._connection.lock:
             return self._call(control.Digest(self._connection.number()))
 
+    def check(self, name: str) -> dict[str, Any]:
+        """Have the live rank prove one of `control.CHECKS`: see `sglcache.client.fsck`. BadRequest: there is none."""
+        with self._connection.lock:
+            return self._call(control.Check(self._connection.number(), name))
+
     def announce(self) -> None:
         """Have all that is cached told anew on the stream: AllBlocksCleared, then every block, under fresh numbers.
 

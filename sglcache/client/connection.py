@@ -59,6 +59,7 @@ Request: TypeAlias = (
     | control.Dump
     | control.Digest
     | control.Announce
+    | control.Check
     | control.EvictSession
     | control.SetTenant
     | control.Bye

@@ -134,6 +134,13 @@ class Shelf:
         pages = [(digest, held) for digest in self._segments[following] if (held := self._held(digest)) is not None]
         return following, pages
 
+    def digests_after(self, number: int) -> tuple[int, list[bytes]] | None:
+        """The first segment behind `number`, and the pages in it that are held; None at the end. Changes nothing."""
+        following = next((each for each in self._segments if each > number), None)
+        if following is None:
+            return None
+        return following, [digest for digest in self._segments[following] if digest in self._pages]
+
     def _held(self, digest: bytes) -> Held | None:
         return self._pages.get(digest, (0, None))[1]
 

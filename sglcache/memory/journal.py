@@ -412,6 +412,15 @@ class Journal:
         """Slots with a row."""
         return int((self._tables[resource].seqs > self._floor).sum())
 
+    def tokens_of(self, slots: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+        """What it has of these slots' pages, [n, span]; of one without a row, anything."""
+        found: npt.NDArray[np.uint32] = self._tables[0].rows["tokens"][slots, : self.shape.span]
+        return found
+
+    def namespace_of(self, slot: int) -> Namespace | None:
+        """Of a first page; None: it is none, or has no row."""
+        return self._named.get(slot)
+
     def seq_of(self, resource: int, slot: int) -> int:
         """The sequence of a slot's row, 0 if there is none. Any thread may look: it is one aligned load."""
         seq = int(self._tables[resource].seqs[slot])

@@ -54,7 +54,7 @@ from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
-from sglcache.server import metrics
+from sglcache.server import checks, metrics
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start, Tenants
 from sglcache.server.collector import Collector
@@ -338,6 +338,10 @@ class Rank:
         """Every violation of the books' laws, in words; [] if they are right. Walks everything in one go."""
         return invariants.check(self.parts.index)
 
+    def checks(self) -> Mapping[str, checks.Check]:
+        """What can be proved of it while it serves."""
+        return checks.of(self)
+
     def status(self, prove: bool = False) -> dict[str, Any]:
         """For people and their scripts. With `prove`, `violations` says what is wrong with the books, slot by slot."""
         parts = self.parts
@@ -600,7 +604,8 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 for each, it in zip(rank.companions, others, strict=True)
             ],
         )
-        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, Limits(config.limits), rank.set_tenant)
+        limits = Limits(config.limits)
+        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, limits, rank.set_tenant, rank.checks)
         listener = Listener(loop, rank.socket, sessions.welcome)
         watch = Watch(
             config.watch,

@@ -49,6 +49,7 @@ from sglcache.errors import (
 )
 from sglcache.memory.engine import LoadPlace
 from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
+from sglcache.server.checks import Check, NotHere, NotNow
 from sglcache.server.connection import Connection, Handlers
 from sglcache.server.limits import Limits
 from sglcache.server.listener import Peer, check_version, close_fds, refuse
@@ -63,6 +64,7 @@ logger = logging.getLogger("sglcache.sessions")
 MAX_WAITS = 1 << 16  # events of one member that are named and not done
 TOKEN_BYTES = 16  # of a session's token
 DUMP_SLICE = 2000  # nodes
+MAX_VIOLATIONS = 20  # that a check tells of in words
 PROOF_TRIES = 100  # of a proof that commands keep overtaking
 FAREWELL = -1  # the ticket of a Bye
 
@@ -422,6 +424,13 @@ class Member(Connection):
         written = {key: value for key, value in limits.items() if value is not None}
         self.reply(control.Done(c.request, {"tenants": self.sessions.set_tenant(c.tenant, written)}))
 
+    def check(self, c: control.Check) -> None:
+        check = self.sessions.checks().get(c.name)
+        if check is None:
+            raise BadRequest(f"there is no check {c.name!r}; use {', '.join(control.CHECKS)}", name=c.name)
+        self.sessions.limits.begin(self, "check")
+        self.owner.loop.call_soon(_Checking(self, c.request, check).go_on)
+
     def announce(self, c: control.Announce) -> None:
         sessions = self.sessions
         sessions.num_anew = sessions.num_anew + 1 if self.index.announcing else 0
@@ -482,6 +491,7 @@ _LOOKING: Handlers[Member] = {
     control.Status: Member.status,
     control.Dump: Member.dump,
     control.Digest: Member.digest,
+    control.Check: Member.check,
     control.Bye: Member.bye,
 }
 _CHANGING: Handlers[Member] = {
@@ -534,6 +544,7 @@ class Sessions:
         digest: Callable[[], dict[str, Any]],
         limits: Limits,
         set_tenant: Callable[[str, Mapping[str, int | str]], list[dict[str, Any]]],
+        checks: Callable[[], Mapping[str, Check]] = dict,
     ) -> None:
         self.owner = owner
         self.limits = limits
@@ -542,6 +553,7 @@ class Sessions:
         self.status = status
         self.digest = digest
         self.set_tenant = set_tenant
+        self.checks = checks
         self.members: set[Member] = set()  # connected, or kept until its uses are over
         self.num_attached = 0  # since the start
         self.num_deaths = 0
@@ -1082,6 +1094,60 @@ class _Proof:
             facts["violations"] = self.found
         member.reply(control.Done(self.request, facts))
         member.owner.end_turn()
+
+
+class _Checking:
+    """A check, a slice a turn. Begun anew whenever a command changed meanwhile what it looks at."""
+
+    def __init__(self, member: Member, request: int, check: Check) -> None:
+        self.member = member
+        self.request = request
+        self.check = check
+        self.tries = 0
+        self.checked = 0
+        self.found: list[str] = []
+        self.slices: Iterator[int] = iter(())
+        self.mark: tuple[int, ...] | None = None
+
+    def go_on(self) -> None:
+        member = self.member
+        if member.lost:
+            member.sessions.limits.end(member, "check")
+            return
+        index, owner = member.index, member.owner
+        if index.uncut or index.held:  # what is queued must be on the stream and in the journal, or they lag behind
+            self.mark = None
+            self.tries += 1
+            index.cut(owner.clock())
+            owner.end_turn()
+            if self.tries <= PROOF_TRIES:
+                owner.loop.call_soon(self.go_on)
+                return
+        elif index.revision != self.mark:
+            self.tries += 1
+            self.mark, self.checked, self.found = index.revision, 0, []
+            self.slices = self.check(self.found)
+        facts: dict[str, Any]
+        try:
+            if self.tries > PROOF_TRIES:
+                raise NotNow("commands changed what is looked at, each time before it was seen whole")
+            self.checked += next(self.slices)
+            owner.loop.call_soon(self.go_on)
+            return
+        except StopIteration:
+            shown = self.found[:MAX_VIOLATIONS]
+            facts = {"checked": self.checked, "violations": shown, "num_violations": len(self.found)}
+        except NotNow as exc:
+            facts = {"overtaken": str(exc)}
+        except NotHere as exc:
+            facts = {"skipped": str(exc)}
+        except Exception as exc:  # it only looks: what it stumbles over is wrong, and no reason to end the rank
+            logger.exception("a check failed")
+            shown = [f"the check itself failed: {type(exc).__name__}: {exc}"]
+            facts = {"checked": self.checked, "violations": shown, "num_violations": 1}
+        member.sessions.limits.end(member, "check")
+        member.reply(control.Done(self.request, facts))
+        owner.end_turn()
 
 
 _OVER = object()

@@ -357,6 +357,11 @@ class ThirdTier:
             return self.why or "it is left alone"
         return self.store.stats().unwritable_why
 
+    @property
+    def busy(self) -> bool:
+        """Something that it was told or asked is not over."""
+        return bool(self.num_stores or self._asked or self._clears or self._waiting)
+
     def identity(self) -> dict[str, Any]:
         """What does not change in a life: `medium`, as routers are told of its pages; `fingerprint` of all that must be
         equal for another daemon to find them."""

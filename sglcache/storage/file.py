@@ -612,6 +612,11 @@ class FileStore:
                 self._disk.unlink(path)
                 del self._left[path]
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether it has this page. From any thread."""
+        with self._mutex:
+            return digest in self._order
+
     def stats(self) -> Stats:
         with self._mutex:
             order = self._order

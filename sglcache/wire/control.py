@@ -26,6 +26,7 @@ MAX_SALT = 4096
 MAX_TTL_S = 86400.0
 PREFETCH_POLICIES = ("none", "best_effort", "timeout", "wait_complete")
 MAX_EXTENSIONS = 1024  # leases of one Extend: about 2 ms of the daemon's time
+CHECKS = ("books", "digests", "journal", "third", "sessions", "descriptors", "memory")
 MAX_COMPANIONS = 8  # resources of a tree beside Full
 MAX_ENDS = 1024  # states of one Commit
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
@@ -349,6 +350,16 @@ class SetTenant(Frame):
     host_ceiling: U63 | Name | None = None
 
 
+class Check(Frame):
+    """Prove one thing of the live rank, in slices: one of `CHECKS`. Done with `checked`, how much was looked at,
+    `violations`, the first few in words, and `num_violations`; or with `skipped` or `overtaken`: why there is no
+    result.
+    """
+
+    request: U63
+    name: Name
+
+
 class Bye(Frame):
     """The member's last word: its uses end with this event (a scheduler that touches nothing sends 0, 0)."""
 
@@ -385,6 +396,7 @@ Command = (
     | Dump
     | Digest
     | Announce
+    | Check
     | Bye
     | EvictSession
     | CancelRequest

@@ -133,6 +133,8 @@ _decode_tag = msgspec.msgpack.Decoder(_Tag).decode
 _decode_array_tag = msgspec.msgpack.Decoder(_ArrayTag).decode
 _decode_keys = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
 
+BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises where the bytes are no such thing."""
 NIL = b"\xc0"  # msgpack's None
 
 _KNOWN = {kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
@@ -157,7 +159,7 @@ def decode_batch(payload: bytes) -> Batch:
         batch = _decode_batch(payload)  # all maps, and all known
     except msgspec.ValidationError:
         batch = _decode_each(payload)
-    except msgspec.DecodeError as error:
+    except BAD as error:
         raise ProtocolError(f"{len(payload)} bytes that are not msgpack: {error}") from None
     for event in batch.events:
         if isinstance(event, BlockStored) and event.token_ids:
@@ -169,7 +171,7 @@ def forms_of(payload: bytes) -> set[str]:
     """Which forms the batch's events have: map, superset, array. ProtocolError: it is not a batch."""
     try:
         return {_form(raw) for raw in _decode_envelope(payload).events}
-    except msgspec.MsgspecError as error:
+    except BAD as error:
         raise ProtocolError(f"not a batch of events: {error}") from None
 
 
@@ -201,7 +203,7 @@ def _decode_each(payload: bytes) -> Batch:
         envelope = _decode_envelope(payload)
         events = [event for raw in envelope.events if (event := _decode_event(raw)) is not None]
         return Batch(envelope.ts, events, envelope.attn_dp_rank)
-    except msgspec.MsgspecError as error:
+    except BAD as error:
         raise ProtocolError(f"not a batch of events: {error}") from None
 
 
