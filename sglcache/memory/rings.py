@@ -10,6 +10,7 @@ Descriptors: what an object keeps, it owns and closes; a memfd that it is given 
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -267,9 +268,19 @@ def _check_doorbell(fd: int) -> None:
         raise ProtocolError(f"descriptor {fd} is not open") from exc
     if kind != "anon_inode:[eventfd]":
         raise ProtocolError(f"descriptor {fd} is {kind}, not an eventfd")
+    with open(f"/proc/self/fdinfo/{fd}") as lines:
+        if any(line.split() == ["eventfd-semaphore:", "1"] for line in lines):
+            raise ProtocolError(f"the eventfd {fd} is a semaphore: a read would leave it rung")
     os.set_blocking(fd, False)
 
 
 def _drain(doorbell: int) -> None:
+    """Never blocks, though who has the other end may have made it blocking again: both ends are one open file."""
     with suppress(BlockingIOError):
-        os.eventfd_read(doorbell)
+        try:
+            os.preadv(doorbell, [bytearray(8)], -1, os.RWF_NOWAIT)
+        except OSError as exc:
+            if exc.errno != errno.EOPNOTSUPP:
+                raise
+            os.set_blocking(doorbell, False)  # before Linux 5.8
+            os.eventfd_read(doorbell)

@@ -232,6 +232,8 @@ def unpacked(name: bytes) -> Namespace:
             if tag == 0:
                 fields.append(None)
                 continue
+            if tag != 1:
+                raise IndexError
             end = at + 8 + int.from_bytes(name[at : at + 8], "little")
             fields.append(name[at + 8 : end].decode())
             at = end

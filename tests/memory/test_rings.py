@@ -133,6 +133,34 @@ def test_a_doorbell_that_came_blocking_does_not_block_the_reader() -> None:
     os.close(fd)
 
 
+def test_a_doorbell_that_is_made_blocking_later_does_not_block_the_reader() -> None:
+    """Its other end is the same open file: whoever has that can change its flags at any time."""
+    fd = create_memfd("events", 8)
+    theirs = os.eventfd(0, os.EFD_CLOEXEC)
+    with closing(EventRingReader(fd, os.dup(theirs), 1)) as reader:
+        os.set_blocking(theirs, True)
+        assert os.get_blocking(reader.doorbell)
+        reader.drain()
+        os.eventfd_write(theirs, 3)
+        reader.drain()
+        reader.drain()
+    os.close(fd)
+    os.close(theirs)
+
+
+def test_a_semaphore_is_no_doorbell() -> None:
+    """Each read takes one from it: with a large number in it the loop would have no other work."""
+    fd = create_memfd("events", 8)
+    doorbell = os.eventfd(1 << 20, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+    with open(f"/proc/self/fdinfo/{doorbell}") as lines:
+        if "eventfd-semaphore" not in lines.read():
+            pytest.skip("this kernel does not tell")
+    with pytest.raises(ProtocolError, match="semaphore"):
+        EventRingReader(fd, doorbell, 1)
+    os.close(fd)
+    os.close(doorbell)
+
+
 def test_a_forked_child_cannot_complete_its_parents_events() -> None:
     with closing(EventRing(1)) as ring, closing(reader_of(ring)) as reader:
         held = ring.reserve()

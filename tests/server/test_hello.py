@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import random
+import select
 import socket as sockets
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -274,6 +277,84 @@ def test_refusals_leak_no_descriptor(daemon: Daemon, ring: EventRing) -> None:
         refusal(daemon, hello("worker", num_events=8), [ring.fd, ring.doorbell])
         refusal(daemon, b"\xff\xff\xff\xff", [ring.fd, ring.doorbell])
     until(lambda: num_descriptors(daemon) <= before)
+
+
+def test_descriptors_of_every_wrong_kind_are_refused_and_closed(daemon: Daemon, ring: EventRing) -> None:
+    """In the place of the ring and of the doorbell; and the daemon lives, whatever their sender does later."""
+    before = num_descriptors(daemon)
+    unsealed, sealed, small = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("u", "s", "e"))
+    for fd in (unsealed, sealed):
+        os.ftruncate(fd, 1 << 40)  # huge, and no page of it is there
+    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    fcntl.fcntl(small, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    pipe, pair = os.pipe(), sockets.socketpair()
+    kinds = [
+        *pipe, *(each.fileno() for each in pair), os.open("/", os.O_RDONLY), os.open("/dev/zero", os.O_RDWR),
+        os.pidfd_open(os.getpid()), select.epoll().fileno(), unsealed, sealed, small,
+    ]  # fmt: skip
+    for fd in kinds:
+        assert refusal(daemon, hello("runner", num_events=8), [fd, ring.doorbell]).code in ("protocol", "config")
+        assert refusal(daemon, hello("runner", num_events=8), [ring.fd, fd]).code == "protocol"
+    os.ftruncate(unsealed, 0)
+    until(lambda: num_descriptors(daemon) <= before)
+    for each in pair:
+        each.close()
+    for fd in set(kinds) - {each for each in kinds if not _is_open(each)}:
+        os.close(fd)
+    with daemon.client() as client:
+        client.ping()
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_process_of_another_user_is_refused_though_the_files_would_let_it() -> None:
+    """The socket's mode keeps others out; where somebody has changed it, the kernel's word on who connects does."""
+    with tempfile.TemporaryDirectory(prefix="sglcache-", dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        with Daemon(folder) as daemon:
+            assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
+            assert as_nobody(daemon.socket) == "no way in"
+            daemon.socket.chmod(0o666)
+            assert as_nobody(daemon.socket) == "forbidden"
+            with daemon.client() as client:
+                client.ping()
+
+
+def as_nobody(path: Path) -> str:
+    """What a process of user 65534 is told there, in a word."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        word = "nothing"
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            with sockets.socket(sockets.AF_UNIX) as sock:
+                sock.connect(os.fspath(path))
+                with contextlib.suppress(BrokenPipeError):
+                    sock.sendall(hello("observer"))
+                first = FIRST.decode(sock.recv(1 << 16)[4:])
+            word = first.code if isinstance(first, control.Refusal) else "welcome"
+        except PermissionError:
+            word = "no way in"
+        except BaseException as exc:
+            word = repr(exc)
+        finally:
+            os.write(writer, word.encode())
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with open(reader) as told:
+        return told.read()
 
 
 def num_descriptors(daemon: Daemon) -> int:

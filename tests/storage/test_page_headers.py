@@ -111,3 +111,12 @@ def test_pieces_stay_within_their_region() -> None:
     for slot in (-1, 10):
         with pytest.raises(BadRequest):
             pages.views(slot)
+
+
+def test_a_namespace_is_written_in_one_way_alone() -> None:
+    """A tag that is neither 0 nor 1 was read as 1."""
+    name = packed(Namespace("l", None, "s"))
+    assert unpacked(name) == Namespace("l", None, "s")
+    for at in (0, 10, 11):
+        with pytest.raises(StorageError):
+            unpacked(name[:at] + b"\2" + name[at + 1 :])
