@@ -13,7 +13,7 @@ import os
 import select
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -21,19 +21,27 @@ from sglcache.core import invariants
 from sglcache.core.index import DEVICE, HOST, Index
 from sglcache.core.restore import NOBODY
 from sglcache.memory.journal import Journal
-from sglcache.storage.file import FileStore
 
 if TYPE_CHECKING:
     from sglcache.memory.pools import Pools
     from sglcache.server.rank import Rank
     from sglcache.server.sessions import Member, Sessions
     from sglcache.server.third import ThirdTier
+    from sglcache.storage.store import Stats
 
 SLICE = 1000  # nodes, pages or members
 MASK = (1 << 64) - 1
 
 Found = list[str]
 Check = Callable[[Found], Iterator[int]]
+
+
+class Exact(Protocol):
+    """A store that knows what it holds."""
+
+    def __contains__(self, digest: bytes) -> bool: ...
+
+    def stats(self) -> Stats: ...
 
 
 class NotNow(Exception):
@@ -165,13 +173,14 @@ def third(index: Index, below: ThirdTier | None, found: Found) -> Iterator[int]:
     """What the index believes an exact store has, it has; and no more."""
     if below is None or index.l3 is None:
         raise NotHere("there is no third tier")
-    if not isinstance(below.store, FileStore):
+    if not below.store.exact:
         raise NotHere("what the third tier holds, it alone knows")
     if below.broken:
         raise NotHere(f"the third tier is left alone: {below.why}")
     if not below.ready or below.busy:
         raise NotNow("the third tier is at work")
-    store, shelf = below.store, index.l3.shelf
+    # Of an exact store; not by its type, which would load SQLite into ranks that have none.
+    store, shelf = cast(Exact, below.store), index.l3.shelf
     number, seen = 0, 0
     while (segment := shelf.digests_after(number)) is not None:
         number, names = segment
