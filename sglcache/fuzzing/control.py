@@ -13,7 +13,7 @@ import struct
 import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,9 +26,10 @@ from sglcache.config import LimitsConfig
 from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.index import Index, IndexConfig
-from sglcache.errors import ConfigError, ProtocolError, SglcacheError
+from sglcache.errors import ConfigError, ProtocolError, SglcacheError, UnknownSession
 from sglcache.memory.mapping import create_memfd
 from sglcache.memory.rings import LoadRing
+from sglcache.server import checks
 from sglcache.server.channel import Answer as RankAnswer
 from sglcache.server.channel import Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
 from sglcache.server.child import Child
@@ -39,8 +40,9 @@ from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
 from sglcache.server.plan import Seat
-from sglcache.server.sessions import HANDLERS, RUNNER, Member, Offer, Sessions
+from sglcache.server.sessions import ADMIN, HANDLERS, OBSERVER, RUNNER, SCHEDULER, Member, Offer, Sessions
 from sglcache.testing.fuzz import Decoder
+from sglcache.units import SessionId
 from sglcache.wire import control
 from sglcache.wire.events import decode_batch
 
@@ -73,6 +75,10 @@ def commands() -> list[control.Frame]:
         control.Digest(16),
         control.Announce(17),
         control.Bye(18, 0, 1),
+        control.EvictSession(19, 2, True),
+        control.Check(20, "books"),
+        control.Acquire(21, TOKENS, tenant="t", wait_s=0.01),
+        control.Extend(22, [control.Extension(1, TOKENS)], 0.01),
     ]
 
 
@@ -173,8 +179,16 @@ class Commands(Decoder):
         self.ring = LoadRing(4, 2)
         offer = Offer(1, "fuzz", GEOMETRY, [], 0, 0, 0, 1, 1)
         self.sessions = Sessions(
-            self.owner, self.ring, offer, lambda _: {}, dict, Limits(LimitsConfig()), lambda name, written: []
+            self.owner,
+            self.ring,
+            offer,
+            lambda _: {},
+            dict,
+            Limits(LimitsConfig()),
+            lambda name, written: [],
+            self.checks,
         )
+        self.sessions.evict = self.evict  # type: ignore[method-assign]
         self.owner.start()
         self.good, self.wire = self.attach()
         self.say(self.good, control.Acquire(1, struct.pack("<8I", *range(9000, 9008)), cache_salt="good"))
@@ -188,9 +202,10 @@ class Commands(Decoder):
         ours, theirs = socket.socketpair()
         theirs.close()
         peer = Peer(ours, os.getpid(), os.pidfd_open(os.getpid()))
-        fd = create_memfd("fuzz", 64)
-        os.pwrite(fd, b"\xff" * 63, 0)  # every event is done
-        peer.fds = [fd, os.eventfd(0)]
+        if role == RUNNER:
+            fd = create_memfd("fuzz", 64)
+            os.pwrite(fd, b"\xff" * 63, 0)  # every event is done
+            peer.fds = [fd, os.eventfd(0)]
         try:
             member = self.sessions._attach(peer, control.Hello(control.PROTOCOL, "fuzz", role, num_events=7))
         finally:
@@ -199,20 +214,32 @@ class Commands(Decoder):
         member.connection_made(cast(asyncio.BaseTransport, wire))
         return member, wire
 
+    def checks(self) -> Mapping[str, checks.Check]:
+        return {
+            "books": lambda found: checks.books(self.index, found),
+            "digests": lambda found: checks.digests(self.index, found),
+        }
+
+    def evict(self, id: SessionId, kill: bool, why: str) -> dict[str, Any]:
+        """As an admin may, but for the one who is to go on; and the process is ours, so nothing is killed."""
+        if id == self.good.id:
+            raise UnknownSession("it is not for you")
+        return Sessions.evict(self.sessions, id, False, why)
+
     def say(self, member: Member, command: control.Frame) -> None:
         member.data_received(control.frame(command))
 
     def die(self, member: Member) -> None:
         """Its socket ends, and its process."""
         member.connection_lost(None)
-        if not member.gone:
+        if member.session is not None and not member.gone:
             self.sessions._died(member)
 
     def feed(self, data: bytes) -> None:
-        if self.bad is None:
-            self.bad, self.bad_wire = self.attach()
-        member, wire = self.bad, self.bad_wire
         pieces = random.Random(zlib.crc32(data))
+        if self.bad is None:
+            self.bad, self.bad_wire = self.attach(pieces.choice((*[RUNNER] * 8, SCHEDULER, OBSERVER, ADMIN, ADMIN)))
+        member, wire = self.bad, self.bad_wire
         rest = data
         while rest:
             size = len(rest) if pieces.random() < 0.7 else pieces.randrange(1, len(rest) + 1)
