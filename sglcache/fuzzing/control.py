@@ -357,7 +357,7 @@ class _Daemon:
         self.sock.listen(8)
 
     def answer(self, data: bytes, fds: Sequence[int], then: list[socket.socket]) -> threading.Thread:
-        """The connection stays open, in `then`, if it is welcome; else its end is the end of what is said."""
+        """It says no more once the other side has spoken again or is gone, or if the first frame is not whole."""
 
         def work() -> None:
             sock, _ = self.sock.accept()
@@ -366,6 +366,8 @@ class _Daemon:
             with contextlib.suppress(OSError):
                 sent = sock.sendmsg([data[:1]], rights) if data else 0
                 sock.sendall(data[sent:])
+                if len(data) >= 4 + int.from_bytes(data[:4], "big"):  # who was welcomed says goodbye
+                    sock.recv(4096)
                 sock.shutdown(socket.SHUT_WR)
             then.append(sock)
 
@@ -379,7 +381,7 @@ class Welcomes(Decoder):
 
     name = "welcome"
     weight = 0.02
-    form = "frames"
+    form = "msgpack"
     words = (b"page_first", b"layer_first", b"float16", b"window", b"mamba")
 
     def __init__(self) -> None:
@@ -399,7 +401,16 @@ class Welcomes(Decoder):
         self.memfd, self.bell = create_memfd("fuzz", 1 << 16), os.eventfd(0)
 
     def feed(self, data: bytes) -> None:
-        fds = [self.memfd] * (zlib.crc32(data) % 4) + [self.memfd, self.bell]
+        dice = random.Random(zlib.crc32(data))
+        num_pools = dice.randrange(4)
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            told = msgspec.msgpack.decode(data, type=control.Welcome)
+            if dice.random() < 0.8:
+                num_pools = len(told.pools) + sum(len(each.pools) for each in told.companions)
+        fds = [self.memfd] * min(num_pools + 1, 250) + [self.bell]
+        data = len(data).to_bytes(4, "big") + data
+        if dice.random() < 0.1:  # another's words, or too many
+            data = data[: dice.randrange(len(data) + 1)] if dice.random() < 0.5 else data * 2
         kept: list[socket.socket] = []
         thread = self.daemon.answer(data, fds, kept)
         try:
