@@ -22,7 +22,7 @@ from sglcache.memory.pools import DevicePools
 from sglcache.server import checks
 from sglcache.storage.file import FileStore
 from sglcache.testing import lives
-from sglcache.testing.daemon import Daemon, Puppet, until
+from sglcache.testing.daemon import Daemon
 from sglcache.testing.lives import Lives
 from sglcache.wire import control
 
@@ -239,24 +239,6 @@ def test_a_live_daemon_is_proved_with_all_that_it_has(lend: Callable[..., Daemon
         with daemon.observer() as observer, pytest.raises(BadRequest, match="use books"):
             observer.check("everything")
     assert sglcache("fsck", "--socket", daemon.socket).returncode == 69
-
-
-def test_checks_go_on_under_load_and_say_so_where_they_are_overtaken(lend: Callable[..., Daemon]) -> None:
-    daemon = lend()
-    with Puppet(daemon.socket) as puppet, daemon.observer() as observer:
-        puppet.do("cache = Client(socket)")
-        puppet.begin(
-            "end = time.monotonic() + 2\n"
-            "number = 0\n"
-            "while time.monotonic() < end:\n"
-            "    number += 1\n"
-            "    with cache.acquire([number % 50 * 100 + each for each in range(64)]) as lease: lease.commit()\n"
-        )
-        results = fsck.fsck(observer, timeout_s=0.5)
-        assert all(each.result in (fsck.OK, fsck.OVERTAKEN, fsck.SKIPPED) for each in results), results
-        puppet.finish()
-        until(lambda: all(each.result != fsck.OVERTAKEN for each in fsck.fsck(observer)))
-        puppet.do("cache.close()")
 
 
 def test_what_is_wrong_is_told_and_is_an_exit_status(lend: Callable[..., Daemon], tmp_path: Any) -> None:
