@@ -52,6 +52,8 @@ class Auditor(threading.Thread):
         self.fail = fail
         self.rest_s = rest_s  # for the rank to come to rest once nobody uses it
         self.agreed_at = time.monotonic()
+        self.restarted_at = 0.0  # a fault that begins another life of the rank
+        self.known_losses = 0
         self.counts: Counter[str] = Counter()
         self.third_tokens = 0  # hits from the third tier, over all lives
         self.status = status

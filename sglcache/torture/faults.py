@@ -1,8 +1,9 @@
 """The faults. Each is a class with a name; what it does in particular it draws from a number of its own.
 
 `do` runs in a thread, takes as long as the fault lasts, and says in words what was done to whom. While it runs, and a
-little longer, it is an excuse: for `EXCUSES` runners that are held up (`stalls`), that lose daemon or session (`ends`),
-or for those alone that it names (`hit`). `possible` says why it can't be done in a setting, if it can't.
+little longer, it is an excuse: for runners that are held up (`stalls`) or that lose daemon or session (`ends`), of its
+`rank` alone if it has one, and for the runner that it has `hit`. `possible` says why it can't be done in a setting, if
+it can't.
 """
 
 from __future__ import annotations
@@ -53,13 +54,15 @@ class Fault:
     weight: ClassVar[int] = 2  # how often it comes in a round
     stalls: ClassVar[bool] = False  # excuses any runner that makes no progress
     ends: ClassVar[bool] = False  # excuses any runner that loses daemon or session
+    restarts: ClassVar[bool] = False  # another life of ranks begins, of which a reader of the stream must be told
     kills: ClassVar[bool] = False  # ends a process
     alone: ClassVar[bool] = False  # not while another such one goes on
 
     def __init__(self, torture: Torture, seed: int) -> None:
         self.torture = torture
         self.rng = random.Random(seed)
-        self.hit: Crew | None = None
+        self.hit: Crew | None = None  # the runner that it is done to
+        self.rank: int | None = None  # the rank that it is done to; None: all, or none
 
     @classmethod
     def possible(cls, torture: Torture) -> str | None:
@@ -74,7 +77,8 @@ class Fault:
         return self.rng.choice(crews) if crews else None
 
     def draw_rank(self) -> int:
-        return self.rng.randrange(len(self.torture.sockets))
+        self.rank = self.rng.randrange(len(self.torture.sockets))
+        return self.rank
 
     def wait(self, low_s: float, high_s: float) -> float:
         """So long, or until the torture ends."""
@@ -187,7 +191,7 @@ class RunnerVanish(_Order):
 class RankKill(Fault):
     """SIGKILL of a rank: the supervisor starts it again."""
 
-    name, stalls, ends, kills, alone = "rank-kill", True, True, True, True
+    name, stalls, ends, restarts, kills, alone = "rank-kill", True, True, True, True, True
     number: ClassVar[signal.Signals] = signal.SIGKILL
 
     def do(self) -> str:
@@ -227,7 +231,7 @@ class RankDrain(RankKill):
 class SupervisorKill(Fault):
     """SIGKILL of the supervisor: everything of it must be gone, and it is started again."""
 
-    name, weight, stalls, ends, kills, alone = "supervisor-kill", 1, True, True, True, True
+    name, weight, stalls, ends, restarts, kills, alone = "supervisor-kill", 1, True, True, True, True, True
 
     def do(self) -> str:
         for problem in self.torture.daemon.kill():
@@ -240,7 +244,7 @@ class SupervisorKill(Fault):
 class Restart(Fault):
     """SIGTERM to the supervisor, as for an update: all of it ends in good order, and is started again."""
 
-    name, weight, stalls, ends, kills, alone = "restart", 1, True, True, True, True
+    name, weight, stalls, ends, restarts, kills, alone = "restart", 1, True, True, True, True, True
 
     def do(self) -> str:
         for problem in self.torture.daemon.stop():

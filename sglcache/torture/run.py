@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -44,6 +45,7 @@ SCHEDULE = "schedule.json"  # in the folder
 QUIET_EVERY_S = 20.0
 STUCK_S = 10.0  # without progress and without an excuse
 GRACE_S = 3.0  # that a fault is an excuse after its end
+FORGET_S = 15.0  # after a restart, in which a reader may give up a replay of the life before
 LAG_S = 6.0  # after which the next fault is due, however few operations there were
 MOST_FAULTS = 6  # at a time
 TICK_S = 0.02
@@ -52,6 +54,7 @@ LEAVE_S = 20.0  # for runners to leave
 INDEXER_S = 40.0  # for Dynamo's indexer, which is told again every 10 s who is there
 HURRY_S = 1.0  # the same once it has failed
 START_S = 60.0  # for a daemon to serve
+CLEARED = 0.4  # of the quiet points end with a clear
 GROWTH_BYTES = 48 << 20  # of a process, between its first and any later quiet point
 CRASHED, ORPHANED = "CRITICAL", "the supervisor is gone"  # in the daemon's log; the second is as it should be
 
@@ -206,6 +209,7 @@ class Torture:
         self.done: list[Done] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["sglcache.torture.runner"])
+        self._rng = random.Random(f"quiet/{options.seed}")
         self._began = 0.0
         self._orders = 0
         self._rank_lives = 0
@@ -400,14 +404,16 @@ class Torture:
         with self._lock:
             self.excuses = [each for each in self.excuses if each.until is None or each.until > limit]
 
-    def excused(self, what: str, crew: Crew | None = None) -> list[str]:
-        """The faults that explain that somebody `stalls` or `ends`: all such, and those that have hit this runner."""
+    def excused(self, what: str, rank: int | None = None, crew: Crew | None = None) -> list[str]:
+        """The faults that explain that somebody of that rank `stalls` or `ends`, or that have hit this runner."""
         with self._lock:
-            return [
-                each.fault.name
-                for each in self.excuses
-                if getattr(each.fault, what) or (crew is not None and each.fault.hit is crew)
-            ]
+            faults = [each.fault for each in self.excuses]
+        return [
+            fault.name
+            for fault in faults
+            if (getattr(fault, what) and (rank is None or fault.rank in (None, rank)))
+            or (crew is not None and fault.hit is crew)
+        ]
 
     # -- runners ----------------------------------------------------------------------------------------------
 
@@ -479,7 +485,7 @@ class Torture:
             case ("problem", text):
                 self.fail(f"{crew.name}: {text}")
             case ("lost", code, text, point):
-                if not (self.ending.is_set() or self.excused("ends", crew) or self._pausing):
+                if not (self.ending.is_set() or self.excused("ends", crew.rank, crew) or self._pausing):
                     self.fail(
                         f"{crew.name} lost its session at {point}, and no fault explains it: error[{code}]: {text}"
                     )
@@ -497,16 +503,15 @@ class Torture:
     def _bury(self, crew: Crew) -> None:
         for process in crew.processes:
             if process.exitcode not in (0, -signal.SIGKILL) or (
-                process.exitcode and not self.ending.is_set() and not self.excused("kills", crew)
+                process.exitcode and not self.ending.is_set() and not self.excused("kills", crew.rank, crew)
             ):
                 self.fail(f"{crew.name}, pid {process.pid}, ended with {process.exitcode}, and no fault explains it")
         crew.forget()
 
     def _watch(self, now: float) -> None:
         """Who makes no progress, and why."""
-        excuses = set(self.excused("stalls"))
         for crew in self.crews:
-            own = sorted(set(self.excused("stalls", crew)))
+            own = sorted(set(self.excused("stalls", crew.rank, crew)))
             for number, row in enumerate(crew.rows):
                 stamp = int(self.board.row(row)[Word.STAMP]) / 1e9
                 gap = now - stamp if crew.processes else 0.0
@@ -522,7 +527,16 @@ class Torture:
                         f"process {number} of {len(crew.rows)}"
                     )
         for auditor in self.auditors:
-            if excuses:
+            if self.excused("restarts", auditor.rank):
+                auditor.restarted_at = now
+            losses = auditor.counts["losses"]
+            if losses > auditor.known_losses and now - auditor.restarted_at > FORGET_S:
+                self.fail(
+                    f"rank {auditor.rank}: a reader of its stream has lost what neither a replay nor a snapshot has "
+                    "brought back, and no life has ended"
+                )
+            auditor.known_losses = losses
+            if self.excused("stalls", auditor.rank):
                 auditor.agreed_at = max(auditor.agreed_at, now)
             elif now - auditor.agreed_at > self.options.stuck_s:
                 self.fail(
@@ -587,6 +601,18 @@ class Torture:
         for name, pid in self._processes().items():
             if dead := daemons.waited(partial(_unburied, pid), 2.0):
                 self.fail(f"{name} (pid {pid}) has not buried its children {dead}")
+        for rank in range(len(self.sockets)) if self._rng.random() < CLEARED else ():
+            self._clear(rank)
+
+    def _clear(self, rank: int) -> None:
+        """With nobody there it must be done, and leave nothing. What is below may stay."""
+        with self.client(rank, "admin") as operator:
+            before = operator.status()["pools"]
+            operator.clear()
+            status = daemons.waited(partial(_still_cached, operator), self.options.rest_s)
+        self.report.checks["clears"] += 1
+        if status:
+            self.fail(f"rank {rank}: after a clear there are {status}; before there were {before}")
 
     def _is_below(self, pid: int, known: set[int]) -> bool:
         """A child of a rank's, such as the process with Mooncake's client."""
@@ -685,3 +711,9 @@ class Torture:
 
 def _unburied(pid: int) -> list[int]:
     return [child for child in daemons.children(pid) if daemons.state_of(child) == "Z"]
+
+
+def _still_cached(operator: Client) -> str:
+    pools = operator.status()["pools"]
+    cached = [f"{pool['cached']} pages of {pool['resource']} {pool['tier']}" for pool in pools if pool["cached"]]
+    return ", ".join(cached)

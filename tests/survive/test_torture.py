@@ -176,7 +176,7 @@ SlidingWindow.__init__ = lambda self, num_pages: init(self, max(1, num_pages - 1
 
 
 def tortured(kind: str, seed: int, seconds: float, names: tuple[str, ...], **options: Any) -> Report:
-    options = {"num_runners": 2, "rate": 8.0, "rest_s": 2.0, **options}
+    options = {"num_runners": 2, "rate": 8.0, **options}
     given = run.Options(seed, daemon.KINDS[kind], seconds, faults=names, **options)
     report = run.torture(given)
     if report.folder is not None:
@@ -195,7 +195,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
         bug.faults,
         prelude=HEAD + bug.source,
         storage=storage,
-        **{"quiet_every_s": 2.0, **bug.options},
+        **{"quiet_every_s": 2.0, "rest_s": 2.0, **bug.options},
     )
     assert not report.ok, f"nobody has noticed {name}\n{describe(report)}"
     assert any(bug.said in problem for problem in report.problems), report.problems
