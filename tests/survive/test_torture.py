@@ -15,6 +15,7 @@ from sglcache.torture.report import Report, describe
 pytestmark = [pytest.mark.survive, pytest.mark.timeout(120)]
 
 ALL = tuple(faults.BY_NAME)
+FOUND_S = 30.0  # at most: the first thing that is found ends a torture, mostly after two
 HEAD = """
 from sglcache.testing.planting import plant
 class Here:
@@ -31,6 +32,7 @@ class Bug(NamedTuple):
     said: str
     kind: str = "hiradix"
     options: dict[str, Any] = {}  # noqa: RUF012
+    host_tokens: int | None = None
 
 
 BUGS = {
@@ -64,8 +66,8 @@ cpu_engine.move = lazy
         """
 from sglcache.server.sessions import Sessions
 end = Sessions.end
-def hasty(self, session):
-    end(self, session)
+def hasty(self, session, *why):
+    end(self, session, *why)
     for shard in range(session.num_shards):
         self.owner.index.shard_gone(session.id, shard)
 Sessions.end = hasty
@@ -161,6 +163,8 @@ Form.check = lambda self, prefix, header, payload: None
 """,
         ("disk-damage",),
         "wrong bytes",
+        options={"rate": 30.0},
+        host_tokens=8 * 96,  # so that much comes from below it
     ),
     "a window that is one page short": Bug(
         """
@@ -175,9 +179,14 @@ SlidingWindow.__init__ = lambda self, num_pages: init(self, max(1, num_pages - 1
 }
 
 
-def tortured(kind: str, seed: int, seconds: float, names: tuple[str, ...], **options: Any) -> Report:
+def tortured(
+    kind: str, seed: int, seconds: float, names: tuple[str, ...], host_tokens: int | None = None, **options: Any
+) -> Report:
+    config = {name: dict(section) for name, section in daemon.KINDS[kind].items()}
+    if host_tokens is not None:
+        config["host"]["num_tokens"] = host_tokens
     options = {"num_runners": 2, "rate": 8.0, **options}
-    given = run.Options(seed, daemon.KINDS[kind], seconds, faults=names, **options)
+    given = run.Options(seed, config, seconds, faults=names, **options)
     report = run.torture(given)
     if report.folder is not None:
         shutil.rmtree(Path(report.folder))
