@@ -81,7 +81,19 @@ def varied(kind: str, seed: int) -> dict[str, Any]:
             host["load_back_threshold"] = 16
         data["eviction"] = {"host": rng.choice(_POLICIES)}
     data.setdefault("eviction", {})["device"] = rng.choice(_POLICIES)
-    data["events"] = {"encoding": rng.choice(("map", "map", "superset")), "hash": rng.choice(("xxh3_128", "sha256"))}
+    events: dict[str, Any] = {"encoding": rng.choice(("map", "map", "superset"))}
+    events["hash"] = rng.choice(("xxh3_128", "sha256"))
+    if rng.random() < 0.4:  # so little that who is late needs a snapshot
+        events.update(ring_size="64 KiB", max_blocks=rng.choice((4, 64, 4096)))
+    if rng.random() < 0.3:
+        events["hwm"] = 16  # who is late loses what was on its way
+    if rng.random() < 0.15:
+        events["token_ids"] = "none"
+    if rng.random() < 0.15:
+        events["announce_every_s"] = 1.0
+    if kind in ("swa", "mamba", "unified") and rng.random() < 0.4:
+        events["groups"] = True
+    data["events"] = events
     return data
 
 
@@ -115,7 +127,7 @@ def at_home(
             made["storage"] = {**size, **made["storage"], "master": master}
             del made["storage"]["size"]
     events = dict(made.get("events", {}))
-    for key in ("curve_key_file", "curve_allow_dir", "dynamo_indexers", "announce_every_s"):
+    for key in ("curve_key_file", "curve_allow_dir", "dynamo_indexers"):
         events.pop(key, None)
     if indexer is not None:
         events["dynamo_indexers"] = [indexer]
