@@ -24,7 +24,10 @@ DEFAULT_KIND = "hiradix"
 
 @click.command()
 @click.option(
-    "--seconds", type=Number(min=1), default=90.0, show_default=True, metavar="S", help="How long, from the start on."
+    "--seconds",
+    type=Number(min=1),
+    metavar="S",
+    help=f"How long. [default: {run.SECONDS:g}; with --kills until that]",
 )
 @click.option(
     "--runners", "num_runners", type=click.IntRange(1, 64), default=4, show_default=True, help="Model runners."
@@ -53,7 +56,7 @@ DEFAULT_KIND = "hiradix"
     help=f"all, none, or some of {', '.join(faults.BY_NAME)}; all,-NAME leaves one out.",
 )
 @click.option("--rate", type=Number(min=0.01, max=50), default=2.0, show_default=True, help="Faults a second, about.")
-@click.option("--kills", type=click.IntRange(min=1), metavar="N", help="No more faults after so many kills.")
+@click.option("--kills", type=click.IntRange(min=1), metavar="N", help="End after so many kills.")
 @click.option("--workers", type=click.IntRange(1, 64), metavar="TP", help="pool.num_shards: workers of a scheduler.")
 @click.option("--ranks", metavar="DPxPP", help="parallel.dp_size and pp_size, such as 2x1.")
 @click.option(
@@ -78,7 +81,7 @@ DEFAULT_KIND = "hiradix"
 @click.option("--keep", is_flag=True, help="Leave the folder with log, state and schedule. After a failure it stays.")
 @json_option
 def torture(
-    seconds: float,
+    seconds: float | None,
     num_runners: int,
     seed: int | None,
     file: Path | None,
@@ -122,7 +125,7 @@ def torture(
         options = run.Options(
             seed=seed,
             config=_config(file, kind or DEFAULT_KIND, seed, workers, ranks),
-            seconds=seconds,
+            seconds=run.SECONDS if seconds is None and kills is None else seconds,
             num_runners=num_runners,
             faults=schedule.chosen(names, tuple(faults.BY_NAME)),
             rate=rate,

@@ -84,7 +84,7 @@ class Hook(IntEnum):
 
     CLOCK_NS = 0  # what its clock is off by
     COPIES_FAIL = 1  # so many of the next copies' pieces fail
-    COPIES_UNTIL = 2  # time.monotonic_ns() until which copies stand still
+    COPIES_UNTIL = 2  # time.monotonic_ns() until which copies stand still: even, before a byte is moved; odd, after
     DISK_ERRNO = 3  # what each write of the third tier's files fails with
     FAILED = 4  # pieces that were failed so far; the rank's
 

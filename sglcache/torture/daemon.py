@@ -297,6 +297,7 @@ class Daemon:
             self._over()
             problems.append(f"the daemon did not end within {STOP_S:g} s of SIGTERM")
         left = [path.name for path in self.folder.iterdir() if path.suffix in (".lock", ".http") or path.is_socket()]
+        left += [path.name for path in (self.folder / "store").rglob("*.tmp")]
         if left:
             problems.append(f"the daemon left {', '.join(sorted(left))} behind")
         return problems

@@ -44,6 +44,7 @@ WORKER_POINTS = (Point.ANYWHERE, Point.LOADED, Point.HALF_WRITTEN, Point.WRITTEN
 A_WORKER = -1
 FIRE_S = 2.0  # that an order has to meet its point; then it is done wherever the process is
 LATER_S = 3.0  # that a failed copy may be heard of after it
+KEPT = 0.5  # of the host's pages, at least, a next life has; what was under way to or from it may be missing
 BACK_S = 30.0  # for a rank to serve again
 
 
@@ -188,6 +189,21 @@ class RunnerVanish(_Order):
 # -- the daemon's processes ----------------------------------------------------------------------------------
 
 
+def _on_host(torture: Torture, rank: int) -> int | None:
+    """Pages of full KV that are cached there now; None: nobody says."""
+    with contextlib.suppress(SglcacheError), torture.client(rank, "observer") as observer:
+        pools = observer.status()["pools"]
+        return sum(int(pool["cached"]) for pool in pools if (pool["resource"], pool["tier"]) == ("full", "HOST"))
+    return None
+
+
+def _is_lost(torture: Torture, before: int | None, after: int | None) -> bool:
+    """Much of what was on the host is not, and nobody has cleared it."""
+    if before is None or after is None or torture.goes_on(Clear):
+        return False
+    return after < before * KEPT
+
+
 class RankKill(Fault):
     """SIGKILL of a rank: the supervisor starts it again."""
 
@@ -196,13 +212,16 @@ class RankKill(Fault):
 
     def do(self) -> str:
         torture, rank = self.torture, self.draw_rank()
-        pid = torture.rank_pid(rank)
+        pid, before = torture.rank_pid(rank), _on_host(torture, rank)
         if pid is None or not daemons.send(torture.folder, pid, self.number):
             return f"rank {rank} had no process"
         if not torture.comes_back(rank, pid, BACK_S):
             torture.fail(f"rank {rank} does not serve {BACK_S:g} s after the death of pid {pid}")
         torture.count_life()
-        return f"rank {rank}, pid {pid}"
+        after = _on_host(torture, rank) if torture.config.host.keep else before
+        if _is_lost(torture, before, after):
+            torture.fail(f"rank {rank} had {before} pages on the host, and its next life has {after}")
+        return f"rank {rank}, pid {pid}; on the host {before} pages before and {after} after"
 
 
 class RankStall(Fault):
@@ -234,10 +253,16 @@ class SupervisorKill(Fault):
     name, weight, stalls, ends, restarts, kills, alone = "supervisor-kill", 1, True, True, True, True, True
 
     def do(self) -> str:
-        for problem in self.torture.daemon.kill():
-            self.torture.fail(problem)
-        self.torture.daemon.start()
-        self.torture.count_life()
+        torture = self.torture
+        ranks = range(len(torture.sockets)) if torture.config.host.keep_path is not None else ()
+        before = [_on_host(torture, rank) for rank in ranks]
+        for problem in torture.daemon.kill():
+            torture.fail(problem)
+        torture.daemon.start()
+        torture.count_life()
+        for rank in ranks:
+            if _is_lost(torture, before[rank], after := _on_host(torture, rank)):
+                torture.fail(f"rank {rank} had {before[rank]} pages on the host, and after a restart {after}")
         return "everything went, and is there again"
 
 
@@ -247,10 +272,16 @@ class Restart(Fault):
     name, weight, stalls, ends, restarts, kills, alone = "restart", 1, True, True, True, True, True
 
     def do(self) -> str:
-        for problem in self.torture.daemon.stop():
-            self.torture.fail(problem)
-        self.torture.daemon.start()
-        self.torture.count_life()
+        torture = self.torture
+        ranks = range(len(torture.sockets)) if torture.config.host.keep_path is not None else ()
+        before = [_on_host(torture, rank) for rank in ranks]
+        for problem in torture.daemon.stop():
+            torture.fail(problem)
+        torture.daemon.start()
+        torture.count_life()
+        for rank in ranks:
+            if _is_lost(torture, before[rank], after := _on_host(torture, rank)):
+                torture.fail(f"rank {rank} had {before[rank]} pages on the host, and after a restart {after}")
         return "it ended in good order, and is there again"
 
 
@@ -324,10 +355,11 @@ class CopiesStall(Fault):
         rank = self.draw_rank()
         row = self.torture.rank_row(rank)
         seconds = self.rng.uniform(0.05, 1.5)
-        row[Hook.COPIES_UNTIL] = time.monotonic_ns() + int(seconds * 1e9)
+        odd = self.rng.randrange(2)
+        row[Hook.COPIES_UNTIL] = (time.monotonic_ns() + int(seconds * 1e9)) // 2 * 2 + odd
         self.torture.ending.wait(seconds)
         row[Hook.COPIES_UNTIL] = 0
-        return f"rank {rank} for {seconds:.2f} s"
+        return f"rank {rank} for {seconds:.2f} s, {'after' if odd else 'before'} their bytes are moved"
 
     @classmethod
     def possible(cls, torture: Torture) -> str | None:

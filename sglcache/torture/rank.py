@@ -35,14 +35,19 @@ def open_seams(row: Row) -> None:
 
     move = cpu_engine.move
 
-    def tortured_move(*arguments: Any) -> Any:
-        while time.monotonic_ns() < row[Hook.COPIES_UNTIL]:
+    def stand_still(odd: int) -> None:
+        while time.monotonic_ns() < row[Hook.COPIES_UNTIL] and row[Hook.COPIES_UNTIL] & 1 == odd:
             time.sleep(STEP_S)
+
+    def tortured_move(*arguments: Any) -> Any:
+        stand_still(0)
         if row[Hook.COPIES_FAIL] > 0:
             row[Hook.COPIES_FAIL] -= 1
             row[Hook.FAILED] += 1
             raise OSError("the torture lets this copy fail")
-        return move(*arguments)
+        staging = move(*arguments)
+        stand_still(1)
+        return staging
 
     write = disk.Disk.write
 

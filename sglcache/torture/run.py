@@ -41,6 +41,7 @@ from sglcache.torture.report import Report
 from sglcache.torture.runner import Seat, runner_main, scheduler_main, worker_main
 from sglcache.torture.schedule import Done, Planned, plan, written
 
+SECONDS = 90.0
 SCHEDULE = "schedule.json"  # in the folder
 QUIET_EVERY_S = 20.0
 STUCK_S = 10.0  # without progress and without an excuse
@@ -64,11 +65,11 @@ class Options(NamedTuple):
 
     seed: int
     config: Mapping[str, Any]  # the configuration as a file has it, before it is put into the folder
-    seconds: float = 90.0
+    seconds: float | None = SECONDS  # None: until so many `kills`
     num_runners: int = 4
     faults: Sequence[str] = ()
     rate: float = 2.0  # faults a second, about
-    kills: int | None = None  # after so many no more faults
+    kills: int | None = None  # after so many it ends
     operations: int | None = None  # of all runners, after which it ends instead; small and pipelined
     storage: str | None = None  # none, file, mooncake; None: as configured
     keep: bool = False
@@ -327,10 +328,7 @@ class Torture:
         quiet_at = self._began + options.quiet_every_s
         while not self.ending.is_set():
             now = time.monotonic()
-            if options.operations is None:
-                if now - self._began >= options.seconds:
-                    break
-            elif all(crew.spent for crew in self.crews):
+            if self._is_over(now):
                 break
             self._tend(start=True)
             self._watch(now)
@@ -338,12 +336,18 @@ class Torture:
             while planned is not None and self._is_due(planned, now):
                 self._begin(planned)
                 planned = next(faults, None)
-                if options.kills is not None and self.report.kills.total() >= options.kills:
-                    planned = None
             if now >= quiet_at:
                 self._quiet()
                 quiet_at = time.monotonic() + options.quiet_every_s
             progress(self._now(now))
+
+    def _is_over(self, now: float) -> bool:
+        options = self.options
+        if options.operations is not None:
+            return all(crew.spent for crew in self.crews)
+        if options.kills is not None and self.report.kills.total() >= options.kills:
+            return True
+        return options.seconds is not None and now - self._began >= options.seconds
 
     def _faults(self) -> Iterator[Planned]:
         weights: dict[str, int] = {}

@@ -166,6 +166,19 @@ Form.check = lambda self, prefix, header, payload: None
         options={"rate": 30.0},
         host_tokens=8 * 96,  # so that much comes from below it
     ),
+    "a host tier that is forgotten with its rank": Bug(
+        """
+from sglcache.server.keeping import Keeper
+memfd = Keeper._memfd
+def forgetful(self, name, num_bytes):
+    self._kept = {}
+    return memfd(self, name, num_bytes)
+Keeper._memfd = forgetful
+""",
+        ("rank-kill",),
+        "and its next life has",
+        options={"rate": 1.0},
+    ),
     "a window that is one page short": Bug(
         """
 from sglcache.core.resources import SlidingWindow
@@ -200,7 +213,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
     report = tortured(
         bug.kind,
         1,
-        5.0,
+        FOUND_S,
         bug.faults,
         prelude=HEAD + bug.source,
         storage=storage,
