@@ -215,6 +215,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
         1,
         FOUND_S,
         bug.faults,
+        host_tokens=bug.host_tokens,
         prelude=HEAD + bug.source,
         storage=storage,
         **{"quiet_every_s": 2.0, "rest_s": 2.0, **bug.options},
