@@ -150,8 +150,11 @@ class Owner:
     # -- the turn -----------------------------------------------------------------------------------------
 
     def end_turn(self) -> None:
-        """Let out what the commands since the last turn led to. Call it after each batch of calls to the index."""
-        if self.failed:
+        """Let out what the commands since the last turn led to. Call it after each batch of calls to the index.
+
+        After the close nothing is let out any more: who would carry it out is going, too.
+        """
+        if self.failed or self._closed:
             return
         index = self.index
         self._dispatch()

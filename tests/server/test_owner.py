@@ -356,3 +356,19 @@ def test_who_failed_lets_nothing_out_any_more(tmp_path: Path) -> None:
         assert world.take() == []
 
     in_a_world(tmp_path, test, host_pages=4 * PAGES)
+
+
+def test_nothing_is_let_out_after_the_close(tmp_path: Path) -> None:
+    """Handles of the loop that were under way come round once more; by then there is no engine to copy anything."""
+
+    async def test(world: World) -> None:
+        world.owner.close()
+        world.take()
+        world.commit(1, 2, 3)
+        world.owner.end_turn()
+        world.owner._step()
+        await turns()
+        assert world.take() == []
+        assert world.copies == []
+
+    in_a_world(tmp_path, test, host_pages=PAGES)
