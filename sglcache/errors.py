@@ -87,6 +87,9 @@ class ProtocolError(SglcacheError):
 class NoSpace(SglcacheError):
     """Locks leave too few slots: `resource`, `tier`, `need`, `free`, `cached`, `locked`. Nothing was changed.
 
+    Where there are tenants, also whose request it was: `tenant`, its `floor` and `ceiling`, what it is `charged` with,
+    of which `tenant_locked` are cached and in use; and what the floors of the others keep, `kept_by_floors`.
+
     Of one that waited: `waited_s`, its `place` among those who waited, and the `holders` of most pages."""
 
     code = "no_space"

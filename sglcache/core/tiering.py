@@ -145,7 +145,8 @@ class Backups:
             node = node.parent
         for last in reversed(ends[1:]):
             if not self._send(last, False, again, whole or demote, last.cells[place]):
-                if self._skipped.pop(last, self) is None:
+                if last in self._skipped:
+                    del self._skipped[last]
                     self._skipped[end] = None  # all of it, when there is room
                 return False
         return self._send(end, demote, again, whole, end.cells[place])

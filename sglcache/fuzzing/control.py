@@ -74,6 +74,7 @@ def commands() -> list[control.Frame]:
         control.Dump(15, "DEVICE"),
         control.Digest(16),
         control.Announce(17),
+        control.SetTenant(19, "t", 8, "50%", None, "none"),
         control.Bye(18, 0, 1),
         control.EvictSession(19, 2, True),
         control.Check(20, "books"),

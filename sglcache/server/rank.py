@@ -303,7 +303,8 @@ class Rank:
         index = self.parts.index
         index.set_tenant(name, asked(name, written, self.geometry))
         self.tenants[name] = {**self.tenants.get(name, {}), **written}
-        self._channel.send(Tenants(self.tenants))
+        if not self._channel.send(Tenants(self.tenants)):
+            logger.warning("the supervisor did not hear of tenant %r: its limits are for this life alone", name)
         logger.info("tenant %r: %s", name, ", ".join(f"{key} = {value}" for key, value in written.items()))
         return [_tenant(each) for each in index.stats().tenants if each.tenant == name]
 
