@@ -94,6 +94,12 @@ def varied(kind: str, seed: int) -> dict[str, Any]:
     if kind in ("swa", "mamba", "unified") and rng.random() < 0.4:
         events["groups"] = True
     data["events"] = events
+    if rng.random() < 0.4:
+        tiers = ("device", "host") if host["num_tokens"] else ("device",)
+        data["tenants"] = {
+            "acme": {f"{tier}_floor": "20%" for tier in tiers},
+            "bulk": {f"{tier}_ceiling": rng.choice(("50%", "75%")) for tier in tiers},
+        }
     return data
 
 
