@@ -196,7 +196,6 @@ def _clear(scene: Scene) -> None:
         for number in range(scene.options.pages // 16 * 9 // 10):
             with client.acquire(_prompt(number, 16)) as lease:
                 lease.commit()
-        scene.daemon.settle(60.0)
 
         def cleared() -> bool:
             with contextlib.suppress(Busy):

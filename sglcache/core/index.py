@@ -693,7 +693,7 @@ class Index:
         s = self._session(session)
         pool = self.pools[DEVICE]
         growths: list[_Growth | SglcacheError] = []
-        beside = self._beside()
+        beside, line = self._beside(), self.line
         waits = patience is not None and patience.room is not None
         refusal: NoSpace | None = None  # of the first for which there is no room yet
         for item in items:
@@ -703,7 +703,7 @@ class Index:
                 if self.companions is not None:
                     slots = self.companions.growth(num_fresh, item.spare)
                 try:
-                    if (num_fresh or any(slots)) and self.line.extends_hold_up(lease.tenant):
+                    if line.extends.size and (num_fresh or any(slots)) and line.extends_hold_up(lease.tenant):
                         raise self._no_space(num_fresh, pool.locked, "wait, too, or try again later", beside.need)
                     self._refuse_growth(lease.tenant, num_fresh, slots, beside)
                 except NoSpace as error:

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
-from sglcache.core.effects import Extended, Grant
+from sglcache.core.effects import Extended, Grant, Wake
+from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, pack
 from sglcache.core.line import Patience
+from sglcache.core.resources import Companion, SlidingWindow
+from sglcache.core.tenants import Limits
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import Busy, Cancelled, Changed, NoSpace, SessionEnded, SglcacheError
 from sglcache.testing.model import LeaseModel
 from sglcache.testing.rig import Rig, Runner
-from sglcache.units import Tier
+from sglcache.units import SessionId, Tier
+from sglcache.wire.control import Extension
 
 P = 4
 FOR_EVER = float("inf")
@@ -392,3 +396,63 @@ def test_of_a_tier_of_which_nothing_may_be_pinned_nothing_is(tier: Tier) -> None
     assert isinstance(refused, NoSpace)
     r.copies_done()
     r.settle()
+
+
+# -- tenants ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_at_its_ceiling_holds_up_itself_alone() -> None:
+    index = Index(IndexConfig(page_size=P, num_pages=10, events=False, tenants={"a": Limits(device_ceiling=4)}))
+    one, two = index.open_session(), index.open_session()
+    patience = Patience(0.0, FOR_EVER)
+
+    def ask(session: SessionId, request: int, num_pages: int, **options: Any) -> Grant | None:
+        return index.acquire(session, request, pack(prompt(request, num_pages)), **options)
+
+    def answers() -> list[int]:
+        while index.step():
+            pass
+        return [effect.request for effect in index.drain() if isinstance(effect, Wake)]
+
+    held = ask(one, 1, 4, tenant="a")
+    assert held is not None
+    assert ask(one, 2, 2, tenant="a", patience=patience) is None
+    assert answers() == []
+    assert ask(two, 3, 3) is not None, "others' room is not what it waits for"
+    with pytest.raises(NoSpace):
+        ask(two, 4, 1, tenant="a")
+    assert ask(two, 5, 5, patience=patience) is None
+    assert answers() == []
+    with pytest.raises(NoSpace):
+        ask(one, 6, 1)
+    index.event_done(one, 1)
+    index.release(one, 7, held.lease, 1)
+    assert answers() == [7, 2, 5]
+
+
+# -- companions ---------------------------------------------------------------------------------------------------
+
+
+def test_who_lacks_slots_of_a_companion_alone_waits_in_line_for_them_too() -> None:
+    window = Companion(SlidingWindow(2), 6, 0)
+    index = Index(IndexConfig(page_size=P, num_pages=20, events=False, companions=(window,)))
+    one, two = index.open_session(), index.open_session()
+    patience = Patience(0.0, FOR_EVER)
+    held = index.acquire(one, 1, pack(prompt(1, 4)))
+    assert held is not None
+    with pytest.raises(NoSpace) as refused:
+        index.acquire(two, 2, pack(prompt(2, 4)))
+    assert refused.value.resource == "window"
+    assert index.acquire(two, 3, pack(prompt(3, 4)), patience=patience) is None
+    assert index.extend(one, 4, [Extension(held.lease, b"", 3 * P)], patience) is None, "before it, and it waits, too"
+    assert index.withdraw(one, 4)
+    index.event_done(one, 1)
+    index.release(one, 5, held.lease, 1)
+    while index.step():
+        pass
+    answers = {effect.request: effect.result for effect in index.drain() if isinstance(effect, Wake)}
+    assert isinstance(answers[4], Cancelled)
+    granted = answers[3]
+    assert isinstance(granted, Grant)
+    assert len(granted.slots) == 4 * 4
+    assert len(granted.shares[0].slots) == 4 * 4

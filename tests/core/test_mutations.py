@@ -983,7 +983,7 @@ MUTATIONS = [
         "an extend overtakes one that waits",
         Index,
         "extend",
-        "if (num_fresh or any(slots)) and self.line.extends_hold_up(lease.tenant):",
+        "if line.extends.size and (num_fresh or any(slots)) and line.extends_hold_up(lease.tenant):",
         "if False:",
         by=in_line.test_an_extend_does_not_overtake_an_extend,
         **IN_LINE,

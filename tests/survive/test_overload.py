@@ -19,6 +19,7 @@ import pytest
 import zmq
 from load import P, Work, check, prompt, put
 
+from sglcache.bench import faults
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
 from sglcache.errors import Busy, NoSpace
@@ -315,6 +316,15 @@ def _send(client: Client, data: bytes) -> None:
     """And read nothing, until it is thrown out."""
     with contextlib.suppress(OSError):
         client._connection._sock.sendall(data)
+
+
+def test_the_benchmark_of_faults_has_a_figure_for_each() -> None:
+    names = ("runner-killed", "connections", "flood")
+    row = faults.run(faults.Options(pages=2000, connections=20, frames=500, faults=names))
+    assert set(row["faults"]) == set(names)
+    for each in row["faults"].values():
+        assert 0 < each["ping_p50_ms"] <= each["ping_max_ms"] < 5000
+        assert 0 < each["longest_stall_ms"] < 5000
 
 
 # -- room ---------------------------------------------------------------------------------------------------------
