@@ -55,7 +55,8 @@ class Connection(asyncio.Protocol):
         self._blocked = False  # the peer does not read
         self._full = False  # too many commands have no answer
         self._patience: asyncio.TimerHandle | None = None  # while it does not read
-        self._unsent = 0  # bytes that waited for it when it was last looked
+        self._written = 0  # bytes, all in all
+        self._taken = 0  # of these, those that it had taken when it was last looked
         self._closing = False  # no more commands are taken
         self._ending = False  # the turn's answers are the last thing to be said
         self._reading = True
@@ -92,6 +93,7 @@ class Connection(asyncio.Protocol):
         transport = self.transport
         if transport is not None:
             transport.write(out)
+            self._written += len(out)
             if self._blocked and not self._closing and transport.get_write_buffer_size() > self.limits.max_unsent:
                 self._too_slow("has not read")
             if self._ending:
@@ -208,12 +210,12 @@ class Connection(asyncio.Protocol):
         if transport is None or not self._blocked or self._closing:
             self._patience = None
             return
-        unsent = transport.get_write_buffer_size()
-        if self._patience is not None and unsent >= self._unsent:
+        taken = self._written - transport.get_write_buffer_size()
+        if self._patience is not None and taken <= self._taken:
             self._patience = None
             self._too_slow(f"has read nothing for {self.limits.slow_reader_s:g} s")
             return
-        self._unsent = unsent
+        self._taken = taken
         self._patience = self.owner.loop.call_later(self.limits.slow_reader_s, self._look_whether_it_reads)
 
     def _too_slow(self, how: str) -> None:
