@@ -223,7 +223,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None
         curve.load_key(key, "events.curve_key_file")
     own = FileStore(folder, identity(), pages(), max_bytes=1 << 20)._own
     own.mkdir(parents=True)
-    for name in ("identity.json", "identity.json.tmp"):
+    for name in ("identity.json", "identity.json.tmp", "index.db", "index.db-journal", "index.db-wal"):
         os.mkfifo(own / name)
     run = run_of(bytes(16))
     name = run.digests.hex()

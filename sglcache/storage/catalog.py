@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -57,12 +59,18 @@ class Catalog:
             self._drop()
         try:
             return self._load()
-        except sqlite3.Error as exc:
+        except (sqlite3.Error, ValueError) as exc:
             log.warning("%s can't be made (%s); the next start will read every page's header", self.path, exc)
             self._drop()
             return []
 
     def _load(self) -> list[Entry]:
+        for end in _SIDECARS:
+            # SQLite opens them, and would wait for whoever writes into a pipe.
+            path = self.path.with_name(self.path.name + end)
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(path).st_mode):
+                    raise ValueError(f"{path.name} is no file")
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._db = db
         # One process has it, so the lock is taken once; and what a power cut damages is thrown away.

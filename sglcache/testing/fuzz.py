@@ -18,6 +18,8 @@ import os
 import random
 import resource
 import signal
+import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -262,6 +264,28 @@ def _alarm() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def _watchdog(decoder: str, seed: int, first: int) -> Iterator[Callable[[int], None]]:
+    """Call what is given with the number of each input: a system call that no signal ends is the process's end."""
+    now = [first, first]  # the input, and the one when last looked at
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(3 * LIMIT_S):
+            if now[0] == now[1] != first:
+                print(Broken(decoder, seed, now[0], b"", "the kernel waits for ever"), file=sys.stderr, flush=True)
+                os._exit(1)
+            now[1] = now[0]
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield lambda number: now.__setitem__(0, number)
+    finally:
+        over.set()
+        thread.join()
+
+
 def run(make: Callable[[], Decoder], count: int, seed: int, first: int = 0) -> Report:
     """Feed a decoder inputs first..first+count-1 of the seed. Broken: the law does not hold. On the main thread."""
     open_before = _descriptors()
@@ -271,9 +295,10 @@ def run(make: Callable[[], Decoder], count: int, seed: int, first: int = 0) -> R
     mutator = Mutator(seed, decoder.corpus, decoder.form, decoder.words)
     number, data = first, b""
     try:
-        with _alarm() as wind:
+        with _alarm() as wind, _watchdog(decoder.name, seed, first) as tell:
             for number in range(first, first + count):
                 data = mutator.input(number)
+                tell(number)
                 wind()
                 peak, began = _peak(), time.perf_counter()
                 try:
