@@ -245,7 +245,8 @@ def memfds_of(rank: Rank) -> int:
     """Descriptors of memory that this rank should have open."""
     parts = rank.parts
     pools = [pool for each in parts.resources for pools in (each.device, each.host) for pool in pools.shards]
-    return sum(_kind(fd).startswith("/memfd:") for fd in (*(pool.fd for pool in pools), parts.load_ring.fd))
+    fds = (*(pool.fd for pool in pools), parts.load_ring.fd, *parts.keeper.holds)
+    return sum(_kind(fd).startswith("/memfd:") for fd in fds)
 
 
 def pools_as_configured(pools: Pools, num_pages: int, sealed: bool, found: Found) -> Iterator[int]:
