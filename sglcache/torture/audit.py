@@ -17,7 +17,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from sglcache.client import Client
+from sglcache.client import Client, fsck
 from sglcache.client.dynamo import Indexer
 from sglcache.client.mirror import Curve, Mirror
 from sglcache.errors import Changed, SglcacheError
@@ -52,6 +52,7 @@ class Auditor(threading.Thread):
         self.fail = fail
         self.rest_s = rest_s  # for the rank to come to rest once nobody uses it
         self.agreed_at = time.monotonic()
+        self.spared: set[str] = set()  # checks of fsck that the faults so far have made moot
         self.restarted_at = 0.0  # a fault that begins another life of the rank
         self.known_losses = 0
         self.counts: Counter[str] = Counter()
@@ -177,8 +178,12 @@ class Auditor(threading.Thread):
             return [f"rank {self.rank}: {self.rest_s:g} s after the last runner left there are {', '.join(busy)}"]
         problems: list[str] = []
         self._prove(observer)
-        if "violations" not in self.status:
-            problems.append(f"rank {self.rank}: the books can't be proved though nobody is there")
+        for each in fsck.fsck(observer, timeout_s=self.rest_s):
+            self.counts["checks of fsck"] += each.result == fsck.OK
+            if each.result == fsck.OVERTAKEN:
+                problems.append(f"rank {self.rank}: {each.name} can't be proved though nobody is there: {each.why}")
+            if each.name not in self.spared:
+                problems += [f"rank {self.rank}: fsck {each.name}: {words}" for words in each.violations]
         for tier in observer.digest()["tiers"]:
             problems += self._compare(observer, mirror, Tier[tier])
         return problems

@@ -245,9 +245,9 @@ class Daemon:
         return {row["rank"]: row["pid"] for row in rows if row["pid"] in ours}
 
     def serves(self) -> bool:
-        """Every rank does."""
+        """Every rank does. One that tells of a trouble does, too."""
         try:
-            return bool(self.ask("/health")["status"] == "ok")
+            return all(row["state"] == "ok" for row in self.ask("/health")["ranks"])
         except Unavailable:
             return False
 

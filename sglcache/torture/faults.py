@@ -393,6 +393,8 @@ class DiskDamage(Fault):
     name, weight = "disk-damage", 3
 
     def do(self) -> str:
+        for auditor in self.torture.auditors:
+            auditor.spared.add("third")  # which now is not what it was, and says so
         pages = [path for path in (self.torture.folder / "store").rglob("*") if len(path.name) >= 32 and path.is_file()]
         done = {"overwritten": 0, "cut short": 0, "removed": 0}
         for path in self.rng.sample(pages, min(len(pages), self.rng.randint(1, 8))):
@@ -598,6 +600,25 @@ class EvictSession(Fault):
         return f"{crew.name} had none"
 
 
+class Tenants(Fault):
+    """An operator gives a tenant other limits."""
+
+    name, weight = "tenants", 1
+
+    def do(self) -> str:
+        rank, rng = self.draw_rank(), self.rng
+        tenant = rng.choice(("acme", "bulk", "default"))
+        limits = {"device_floor": f"{rng.randrange(0, 30)}%", "device_ceiling": f"{rng.randrange(40, 101)}%"}
+        if self.torture.config.host.enabled:
+            limits |= {"host_floor": f"{rng.randrange(0, 30)}%", "host_ceiling": f"{rng.randrange(40, 101)}%"}
+        for name in ("device_ceiling", "host_ceiling"):
+            if name in limits and rng.random() < 0.4:
+                limits[name] = "none"
+        with self.torture.client(rank, "admin") as operator:
+            operator.set_tenant(tenant, **limits)
+        return f"{tenant} of rank {rank}: {', '.join(f'{name} {limit}' for name, limit in limits.items())}"
+
+
 class Clear(Fault):
     """An operator clears a tier, or all. While leases live, that is refused."""
 
@@ -690,7 +711,7 @@ FAULTS: tuple[type[Fault], ...] = (
     RunnerKill, WorkerKill, SchedulerKill, RunnerStop, WorkerStop, RunnerVanish, RankKill, RankDrain, RankStall,
     SupervisorKill, SupervisorStall, Restart, ClockJump, CopiesFail, CopiesStall, DiskFull, DiskDamage, MasterKill,
     MasterStop, HelperKill, HelperStop, Hog, BadFrames,
-    Disconnects, EvictSession, Clear, Announce, ReplayStorm, Subscribers,
+    Disconnects, EvictSession, Tenants, Clear, Announce, ReplayStorm, Subscribers,
 )  # fmt: skip
 """In the order in which they are told of. A new one is added here, and is one."""
 

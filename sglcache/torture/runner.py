@@ -29,6 +29,7 @@ from sglcache.client.connection import Pending
 from sglcache.client.lease import Committed
 from sglcache.errors import (
     BadRequest,
+    Busy,
     Changed,
     DaemonRestarted,
     NoSpace,
@@ -48,6 +49,7 @@ LOST = ("unavailable", "session_ended", "daemon_restarted", "closed")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLICIES = (None, "none", "best_effort", "timeout", "wait_complete")
 PIN_TTL_S = 0.5
+WAITS = (0.0, 0.02, 0.5)  # seconds, for room
 SMALL_PAGES, SMALL_PROMPTS, SMALL_BATCH, SMALL_LOOKS = 2, 1024, 64, 0.05
 
 At: TypeAlias = Callable[[Point], None]
@@ -338,8 +340,8 @@ class Runner:
             yield
         try:
             lease = pending.wait()
-        except (NoSpace, Changed) as error:
-            desk.count(Word.NO_SPACE, isinstance(error, NoSpace))
+        except (NoSpace, Changed, Busy) as error:
+            desk.count(Word.NO_SPACE, not isinstance(error, Changed))
             desk.count(Word.OPERATIONS)
             return
         self.leases.append(lease)
@@ -361,7 +363,7 @@ class Runner:
         yield
         try:
             yield from self._compute(lease, prompt.tokens, ids, len(tokens), prompt.namespace)
-        except NoSpace:  # preempted: what it has committed it may find again
+        except (NoSpace, Busy):  # preempted: what it has committed it may find again
             desk.count(Word.NO_SPACE)
         for _ in range(rng.choice((0, 0, 1, 5))):
             yield  # a slow reader
@@ -399,6 +401,8 @@ class Runner:
         options["limit"] = len(tokens) - 1
         if rng.random() < 0.2:
             options["priority"] = rng.randrange(-2, 3)
+        if rng.random() < 0.2:
+            options["wait_s"] = rng.choice(WAITS)
         if rng.random() < 0.3:
             policy = options["prefetch"] = rng.choice(POLICIES)
             if policy == "timeout":
@@ -446,7 +450,7 @@ class Runner:
         states = int(lease.mamba is not None and not len(lease.mamba.slots))
         if len(more) or states or len(lease.slots) * self.page_size < stop:
             if self.rng.random() < 0.5:
-                lease.extend(more, upto=stop, states=states)
+                lease.extend(more, upto=stop, states=states, wait_s=self.rng.choice((None, *WAITS)))
             else:
                 (error,) = self.cache.extend([(lease, more, 0, stop, states)])
                 if error is not None:
