@@ -618,6 +618,10 @@ class Tenants(Fault):
             operator.set_tenant(tenant, **limits)
         return f"{tenant} of rank {rank}: {', '.join(f'{name} {limit}' for name, limit in limits.items())}"
 
+    @classmethod
+    def possible(cls, torture: Torture) -> str | None:
+        return None if torture.config.tenants else "there are no tenants"
+
 
 class Clear(Fault):
     """An operator clears a tier, or all. While leases live, that is refused."""
