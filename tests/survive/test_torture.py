@@ -109,7 +109,7 @@ def leaking(self, member):
 Sessions.drop = leaking
 """,
         ("runner-kill",),
-        "leaks descriptors",
+        "descriptors",  # by number, or by who owns them
     ),
     "memory that stays for each lease": Bug(
         """
