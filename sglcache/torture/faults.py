@@ -45,6 +45,7 @@ A_WORKER = -1
 FIRE_S = 2.0  # that an order has to meet its point; then it is done wherever the process is
 LATER_S = 3.0  # that a failed copy may be heard of after it
 KEPT = 0.5  # of the host's pages, at least, a next life has; what was under way to or from it may be missing
+FEW = 16  # pages on the host, of which none may have been copied yet
 BACK_S = 30.0  # for a rank to serve again
 
 
@@ -198,10 +199,10 @@ def _on_host(torture: Torture, rank: int) -> int | None:
 
 
 def _is_lost(torture: Torture, before: int | None, after: int | None) -> bool:
-    """Much of what was on the host is not, and nobody has cleared it."""
-    if before is None or after is None or torture.goes_on(Clear):
+    """Much of what was on the host is not, and nobody has cleared it. What is still being copied counts as there."""
+    if before is None or after is None or any(map(torture.goes_on, (Clear, CopiesFail, CopiesStall))):
         return False
-    return after < before * KEPT
+    return before >= FEW and after < before * KEPT
 
 
 class RankKill(Fault):
