@@ -200,7 +200,7 @@ def _on_host(torture: Torture, rank: int) -> int | None:
 
 def _is_lost(torture: Torture, before: int | None, after: int | None) -> bool:
     """Much of what was on the host is not, and nobody has cleared it. What is still being copied counts as there."""
-    if before is None or after is None or any(map(torture.goes_on, (Clear, CopiesFail, CopiesStall))):
+    if before is None or after is None or any(map(torture.was_lately, (Clear, CopiesFail, CopiesStall))):
         return False
     return before >= FEW and after < before * KEPT
 

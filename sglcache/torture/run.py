@@ -259,6 +259,11 @@ class Torture:
                 for each in self.excuses
             )
 
+    def was_lately(self, kind: type[Fault]) -> bool:
+        """One goes on, or did a moment ago."""
+        with self._lock:
+            return any(isinstance(each.fault, kind) for each in self.excuses)
+
     def order(self, crew: Crew, number: int, action: Action, point: Point, within_s: float) -> bool:
         """Have a process of a runner do that at that point; whether it did, in time. Else it will not any more."""
         if number >= len(crew.rows):
