@@ -694,7 +694,7 @@ MUTATIONS = [
     mutation(
         "a write-through does not lock its source",
         Backups,
-        "send",
+        "_send",
         "        orders[DEVICE].pin(last)\n",
         "",
         Edit(Backups, "_written", "        orders[DEVICE].unpin(ticket.end)\n", ""),
@@ -703,7 +703,7 @@ MUTATIONS = [
     mutation(
         "a write-through is told when it is sent",
         Backups,
-        "send",
+        "_send",
         "            each.writing |= WRITING\n",
         "            index.change(HOST, each, True)\n",
         **TWO_TIERS,
@@ -742,7 +742,7 @@ MUTATIONS = [
     mutation(
         "nothing is written through a second time",
         Backups,
-        "send",
+        "_send",
         "        if not chain:\n",
         "        if not chain or len(chain) > 1:\n",
         **TWO_TIERS,
@@ -758,17 +758,17 @@ MUTATIONS = [
     mutation(
         "the host makes room by evicting what a copy hangs on",
         Backups,
-        "send",
+        "_send",
         "            orders[HOST].pin(backed)",
         "            pass",
-        Edit(Backups, "send", "                    orders[HOST].unpin(backed)\n", ""),
-        Edit(Backups, "send", "orders[HOST].pin(last, backed)", "orders[HOST].pin(last)"),
+        Edit(Backups, "_send", "                    orders[HOST].unpin(backed)\n", ""),
+        Edit(Backups, "_send", "orders[HOST].pin(last, backed)", "orders[HOST].pin(last)"),
         host_pages=8,
     ),
     mutation(
         "what found no room on the host is forgotten",
         Backups,
-        "send",
+        "_send",
         "self._skipped[chain[-1]] = None",
         "pass",
         by=there_is_room_on_the_host_later,
@@ -819,7 +819,7 @@ MUTATIONS = [
     mutation(
         "a first hit is enough",
         Backups,
-        "send",
+        "_send",
         "chain[first].cells[place] < least",
         "chain[first].cells[place] < least - 1",
         by=the_second_hit_is_copied,
@@ -1243,7 +1243,7 @@ MUTATIONS = [
         by=paths.test_if_that_copy_fails_what_was_fetched_goes_back,
     ),
     mutation("the end of a copy lets nobody on", L3, "unblocked", "if prefetch.slots:", "if False:", **STORES),
-    mutation("pages that came twice are kept twice", L3, "_adopt", "self._give(lost)", "pass", **STORES),
+    mutation("pages that came twice are kept twice", L3, "_adopt", "self._give(prefetch, lost)", "pass", **STORES),
     mutation("what was adopted is fetched for ever", L3, "_adopt", "self.fetching -= count", "pass", **STORES),
     mutation(
         "nobody hears that what was fetched is on the host",
@@ -1364,7 +1364,7 @@ MUTATIONS = [
     mutation(
         "what is tried again makes room for a part of it, for ever",
         tiering.Backups,
-        "send",
+        "_send",
         "if again and count < len(chain):",
         "if False:",
         by=tiers.test_what_is_tried_again_takes_no_room_from_others_for_a_part_of_it,
