@@ -1070,6 +1070,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
+        keep, store = self.host.keep_path, self.storage.path
+        if keep is not None and self.storage.kind == "file" and store is not None:
+            one, other = keep.resolve(), store.resolve()
+            if one == other or one in other.parents or other in one.parents:
+                raise ConfigError(
+                    f"host.keep_path = {keep} and storage.path = {store} lie in each other; give each its own folder",
+                    path="host.keep_path",
+                    value=str(keep),
+                )
         self._check_host()
         if not self.parallel.stages:
             self._check_companions()

@@ -13,7 +13,7 @@ from sglcache.cli import json_option
 from sglcache.errors import BadRequest
 from sglcache.memory.geometry import FULL, Geometry, StateGeometry
 from sglcache.server import room
-from sglcache.server.keeping import held_in, memory_of
+from sglcache.server.keeping import check_place, held_in, memory_of
 from sglcache.server.plan import Seat, plan
 from sglcache.units import Tier
 
@@ -43,6 +43,8 @@ def check(file: Path | None, overrides: tuple[str, ...], ram: str | None, as_jso
     weighed = room.weigh(config)
     there = room.machine() if ram is None else room.Machine(room.Limit(_size(ram), "--ram"))
     weighed.refuse(there)
+    if config.host.keep_path is not None and config.host.keep and ram is None:
+        check_place(config.host.keep_path, weighed.host_bytes + sum(rank.journal_bytes for rank in weighed.ranks))
     disk = room.disk(config) if ram is None else None
     if as_json:
         click.echo(json.dumps(_facts(weighed, seats, there, disk), indent=2))

@@ -33,6 +33,8 @@ def purge(file: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
     held = held_in(folder)
     if used := [each.folder.name for each in held if each.in_use]:
         raise Busy(f"a live daemon uses {', '.join(used)} in {folder}; stop it first, or clear its tier", ranks=used)
+    if strange := [f"{each.folder}/{name}" for each in held for name in each.others]:
+        raise Busy(f"these are not sglcache's: {', '.join(strange[:4])}; move them elsewhere first", paths=strange)
     for each in held:
         try:
             each.purge()

@@ -134,6 +134,7 @@ class Journal:
         self._names = self._tables.pop()
         self._last_seq = 0
         self._floor = 0  # rows up to this number are none
+        self.num_found = 0  # pages that lives before have left, whole or not
         self.num_rows = 0  # written in this life
         self.num_unnamed = 0  # pages left out, since their namespace found no place
         self._tenants: dict[str, int] = {}  # by name
@@ -170,6 +171,7 @@ class Journal:
             self._write_head(0)
             return None
         self._write_head(floor, taking=1)
+        self.num_found = int((self._tables[0].seqs > floor).sum())
         tables = [(table, self._whole(table)) for table in self._tables]
         self._last_seq = max([floor, *[int(table.seqs[places].max()) for table, places in tables if len(places)]])
         names = self._read_names()

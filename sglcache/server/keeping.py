@@ -26,7 +26,8 @@ from sglcache.memory.mapping import create_memfd
 logger = logging.getLogger("sglcache.keeping")
 
 KEEP = "keep_path"
-JOURNAL = "sglcache-journal"
+OURS = "sglcache-"  # what the names of all that is kept begin with
+JOURNAL = f"{OURS}journal"
 HOLD_S = 5.0  # that a killed process may take to be gone
 HOLD_POLL_S = 0.002
 
@@ -73,7 +74,9 @@ class Keeper:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                if os.fstat(fd).st_size != num_bytes:
+                if (size := os.fstat(fd).st_size) != num_bytes:
+                    if size:
+                        logger.warning("%s is of %d bytes, not %d: what it held is dropped", path, size, num_bytes)
                     os.ftruncate(fd, 0)
                     if num_bytes:
                         os.posix_fallocate(fd, 0, num_bytes)
@@ -135,12 +138,7 @@ def _claim(folder: Path) -> int:
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        info = os.lstat(folder)
-        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise ConfigError(
-                f"host.{KEEP}: {folder} must be this user's, with mode 0700: who can enter it can read everyone's KV",
-                path=f"host.{KEEP}",
-            )
+        _check_private(folder)
         return paths.lock(folder)
     except BlockingIOError:
         raise ConfigError(
@@ -151,6 +149,38 @@ def _claim(folder: Path) -> int:
         raise ConfigError(f"host.{KEEP}: {folder} can't be had: {why}", path=f"host.{KEEP}") from exc
 
 
+def check_place(folder: Path, num_bytes: int) -> None:
+    """ConfigError: a daemon could not keep so many bytes there, as far as can be seen without trying."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    said = {"path": f"host.{KEEP}", "value": str(folder)}
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"host.{KEEP}: {place} is no folder that this user may write; set it to one, best on a tmpfs such as "
+            "/dev/shm",
+            **said,
+        )
+    for each in held_in(folder):
+        _check_private(each.folder)
+    there, room = sum(each.num_bytes for each in held_in(folder)), os.statvfs(place)
+    if num_bytes > there + room.f_bavail * room.f_frsize:
+        raise ConfigError(
+            f"host.{KEEP}: {folder} has room for {room.f_bavail * room.f_frsize:,} bytes beside the {there:,} there, "
+            f"and {num_bytes:,} are needed; give it room, or lower host.size",
+            **said,
+        )
+
+
+def _check_private(folder: Path) -> None:
+    info = os.lstat(folder)
+    if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise ConfigError(
+            f"host.{KEEP}: {folder} must be this user's, with mode 0700: who can enter it can read everyone's KV",
+            path=f"host.{KEEP}",
+        )
+
+
 class Held:
     """What a folder of `host.keep_path` has of one rank, for people."""
 
@@ -159,11 +189,14 @@ class Held:
         self.offset = offset
         self.num_bytes = 0
         self.names: list[str] = []
+        self.others: list[str] = []  # which are not ours
         with contextlib.suppress(FileNotFoundError):
             for entry in sorted(os.scandir(self.folder), key=lambda each: each.name):
-                if entry.is_file(follow_symlinks=False):
+                if entry.name.startswith(OURS) and entry.is_file(follow_symlinks=False):
                     self.names.append(entry.name)
                     self.num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                else:
+                    self.others.append(entry.name)
 
     @property
     def in_use(self) -> bool:
@@ -181,7 +214,7 @@ class Held:
         return False
 
     def purge(self) -> None:
-        """Remove it. Busy-like ConfigError if a live daemon has it; OSError: it can't be."""
+        """Remove it; what is not ours stays. ConfigError if a live daemon has it; OSError: it can't be."""
         lock = _claim(self.folder) if self.folder.exists() else -1
         if lock < 0:
             return
@@ -189,7 +222,8 @@ class Held:
             for name in self.names:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.folder / name)
-            os.rmdir(self.folder)
+            if not self.others:
+                os.rmdir(self.folder)
         finally:
             paths.unlock(self.folder, lock)
 
@@ -218,4 +252,4 @@ def held_in(folder: Path | None) -> list[Held]:
             head, _, tail = entry.name.partition("rank-")
             if not head and tail.isdigit() and entry.is_dir(follow_symlinks=False):
                 offsets.append(int(tail))
-    return [Held(folder, offset) for offset in sorted(offsets)]
+    return [held for offset in sorted(offsets) if (held := Held(folder, offset)).names]

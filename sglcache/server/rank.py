@@ -544,7 +544,12 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         if journal is not None and survivors is not None:
             restored = restore(index, survivors)
             journal.taken(survivors, restored)
-            logger.info("%d pages of the life before are on the host", len(restored.slots[0]))
+            count = len(restored.slots[0])
+            logger.info("%d pages of the life before are on the host", count)
+            if count < journal.num_found:
+                logger.warning(
+                    "%d more are not: their rows, or those above them, are damaged", journal.num_found - count
+                )
         if publisher is not None:
             tell_all(publisher, index, lambda: owner.hurry())
         loads = Loads(config.control.num_load_slots)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -330,3 +332,70 @@ def test_a_next_life_waits_until_nobody_writes_into_the_pages_any_more(tmp_path:
         assert (tmp_path / "over").exists()
         with Runner(daemon) as runner:
             assert runner.put(prompt(1)) == 40
+
+
+def test_what_came_back_damaged_or_of_another_size_is_said(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    host: dict[str, Any] = {"keep_path": str(kept)}
+    with Daemon(tmp_path, host=host) as daemon, Runner(daemon) as runner:
+        for number in range(4):
+            runner.put(prompt(number))
+        daemon.settle()
+    book = kept / "rank-0" / "sglcache-journal"
+    data = bytearray(book.read_bytes())
+    data[4096 + 8 * 512 + 300] ^= 255  # in the row of an early page
+    book.write_bytes(data)
+    with Daemon(tmp_path, host=host) as daemon:
+        assert "more are not: their rows, or those above them, are damaged" in daemon.said()
+    with Daemon(tmp_path, host={**host, "num_tokens": P * 300}) as daemon:
+        assert "sglcache-host-0 is of 262144 bytes, not 153600: what it held is dropped" in daemon.said()
+
+
+def test_a_purge_takes_what_is_ours_and_nothing_else(tmp_path: Path) -> None:
+    kept, other = tmp_path / "kept", tmp_path / "other"
+    (other / "rank-0").mkdir(parents=True)
+    (other / "rank-0" / "mine").touch()
+
+    def purge(folder: Path) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "sglcache", "purge", "--set", f"host.keep_path={folder}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    assert purge(other) == (0, f"nothing is kept in {other}\n")
+    assert (other / "rank-0" / "mine").exists()
+    with Daemon(tmp_path, host={"keep_path": str(kept)}) as daemon:
+        code, said = purge(kept)
+        assert (code, "a live daemon uses rank-0" in said) == (1, True)
+        with Runner(daemon) as runner:
+            runner.put(prompt(1))
+    (kept / "rank-0" / "mine").touch()
+    code, said = purge(kept)
+    assert (code, "these are not sglcache's" in said) == (1, True)
+    assert len(list((kept / "rank-0").iterdir())) == 3
+    (kept / "rank-0" / "mine").unlink()
+    assert purge(kept)[0] == 0
+    assert not (kept / "rank-0").exists()
+    assert purge(kept) == (0, f"nothing is kept in {kept}\n")
+
+
+def test_check_refuses_the_places_that_serve_would_refuse(tmp_path: Path) -> None:
+    def check(*settings: str) -> str:
+        options = [word for each in settings for word in ("--set", each)]
+        done = subprocess.run(
+            [sys.executable, "-m", "sglcache", "check", *options], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2, done.stdout
+        return done.stderr
+
+    (tmp_path / "file").touch()
+    assert "is no folder that this user may write" in check(f"host.keep_path={tmp_path / 'file' / 'x'}")
+    assert "has room for 0 bytes" in check("host.keep_path=/proc/nope")
+    (tmp_path / "open" / "rank-0").mkdir(parents=True, mode=0o755)
+    (tmp_path / "open" / "rank-0" / "sglcache-journal").touch()
+    assert "with mode 0700" in check(f"host.keep_path={tmp_path / 'open'}")
+    both = [f"host.keep_path={tmp_path / 'a'}", "storage.kind=file", f"storage.path={tmp_path / 'a' / 'b'}"]
+    assert "lie in each other" in check(*both)
