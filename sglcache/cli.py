@@ -469,6 +469,8 @@ def _show_status(facts: dict[str, Any]) -> None:
         evicted, moved, cleared = (counters[name] for name in names)
         pruned = counters.get(f"pruned_{tier}_pages", 0)
         more = f", {pruned:,} pruned" if pruned else ""
+        corrupt = counters["corrupt_pages"] if tier == "host" else 0
+        more += f", {corrupt:,} corrupt" if corrupt else ""
         console.print(
             f"removed   from the {tier}: {evicted:,} pages evicted, {moved:,} {kept}, {cleared:,} cleared{more}"
         )

@@ -263,6 +263,9 @@ class PoolConfig(Section):
         return key in self.model_fields_set and getattr(self, key) is not None
 
 
+SCRUB_RATE = 64_000_000  # host.scrub_rate's default
+
+
 class HostConfig(Section):
     """`[host]`: the second tier, in host memory beside the device pool."""
 
@@ -313,6 +316,11 @@ class HostConfig(Section):
         "whole daemon, until the machine boots again. All of the memory is taken at the start. `sglcache purge` "
         "removes it.",
     )
+    scrub_rate: Size = Field(  # type: ignore[assignment]  # as a file has it
+        default="64 MB",
+        description="Bytes a second of its pages that are looked at for whether they have changed by themselves; "
+        '"0 B": none. It needs keep, whose journal it uses.',
+    )
     load_back_quota: int = Field(
         default=0,
         ge=0,
@@ -335,6 +343,13 @@ class HostConfig(Section):
                 'host.write_policy = "write_through_selective", or leave it out',
                 path="host.write_threshold",
                 value=self.write_threshold,
+            )
+        if not self.keep and self.scrub_rate not in (0, SCRUB_RATE):
+            raise ConfigError(
+                f'host.scrub_rate = "{size_text(self.scrub_rate)}" needs host.keep, whose journal says what is in a '
+                "slot; leave one of the two out",
+                path="host.scrub_rate",
+                value=self.scrub_rate,
             )
         return self
 

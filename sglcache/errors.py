@@ -165,6 +165,13 @@ class TransferError(SglcacheError):
     code = "transfer"
 
 
+class CorruptPage(SglcacheError):
+    """The bytes of a host page have changed by themselves (`resource`, `slot`), and it can't be let go of, for it is in
+    use: the rank ends (fail stop)."""
+
+    code = "corrupt_page"
+
+
 class StorageError(SglcacheError):
     """The third tier failed at something. Pages are missed for it, and computed again."""
 
@@ -182,7 +189,7 @@ _BY_CODE = {
     for kind in (
         SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, DoubleFree, ProtocolError, NoSpace,
         UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, DaemonRestarted,
-        TransferError, StorageError, ClosedError, Cancelled,
+        TransferError, CorruptPage, StorageError, ClosedError, Cancelled,
     )
 }  # fmt: skip
 

@@ -49,6 +49,7 @@ COUNTERS = (  # of each companion, behind its name
     "demoted_slots",  # or has
     "evicted_host_slots",
     "unbacked_slots",  # the device has them
+    "corrupt_slots",  # their bytes, or those of pages of Full that they hung on, were wrong
     "backup_slots",
     "backup_slots_skipped",
     "load_slots",
@@ -337,8 +338,8 @@ class Companions:
         for leaf in leaves:
             self.prune(leaf)
 
-    def drop(self, c: int, node: Node, gone: bool = True) -> None:
-        """Take an unlocked cell of a companion from a node. `gone`: it is counted as evicted."""
+    def drop(self, c: int, node: Node, gone: bool = True, corrupt: bool = False) -> None:
+        """Take an unlocked cell of a companion from a node. `gone`: it is counted as evicted, or as `corrupt`."""
         pool = self.index.pools[c]
         run = node.cells[c]
         self.index.tell(c, node, False)
@@ -347,17 +348,34 @@ class Companions:
         pool.cached -= len(run) // SLOT_BYTES
         pool.give(run)
         self.index.moved()
-        if gone:
+        if corrupt:
+            self.count(self.kinds[c // self.T - 1], "corrupt_slots", len(run) // SLOT_BYTES)
+        elif gone:
             kind, tier = self.kinds[c // self.T - 1], c % self.T
             kept = self.T > HOST and node.cells[kind.device + 1 - tier] is not None
             what = (("evicted_device_slots", "demoted_slots"), ("evicted_host_slots", "unbacked_slots"))[tier][kept]
             self.count(kind, what, len(run) // SLOT_BYTES)
 
-    def drop_with(self, tier: int, node: Node, gone: bool) -> None:
+    def drop_with(self, tier: int, node: Node, gone: bool, corrupt: bool = False) -> None:
         """Full leaves the tier: nothing of the node stays there."""
         for c in range(self.T + tier, self.index.tree.C, self.T):
             if node.cells[c] is not None:
-                self.drop(c, node, gone)
+                self.drop(c, node, gone, corrupt)
+
+    def expel(self, c: int, node: Node, page: int) -> bool:
+        """The bytes of a host slot are wrong, the one of page `page` of a node: it goes alone; see `Index.expel`."""
+        index = self.index
+        if node.writing >> c & 1 or node.cells[index.tree.C + c]:
+            return False
+        if not index.tree.by_end[c]:
+            num_pages = node.num_bytes // self.page_bytes
+            if page:
+                index.tree.split(node, page * self.page_bytes)
+            if page + 1 < num_pages:
+                node = index.tree.split(node, self.page_bytes)
+        self.drop(c, node, corrupt=True)
+        self._prune_below(node, index.resources[c].reach)
+        return True
 
     def dropped(self, node: Node, parent: Node | None) -> None:
         """A node has lost Full in a tier, and perhaps left the tree."""

@@ -154,6 +154,13 @@ class DumpedNode(NamedTuple):
 Match = tuple[list[Node], Node | None, int]
 
 
+class Whereabouts(NamedTuple):
+    """What a slot holds."""
+
+    namespace: Namespace
+    end: int  # tokens from the prompt's first to the page's last
+
+
 class _Growth(NamedTuple):
     """What one lease gets by an extend that has been found to be right."""
 
@@ -237,7 +244,7 @@ def _wants(growths: Sequence[_Growth | SglcacheError]) -> list[tuple[int, int]]:
 
 
 # What a page that leaves a tier is counted as: to make room, and the other tier does not have it; to make room, and the
-# other has it; by a clear.
+# other has it; by a clear. What leaves the host since its bytes are wrong is `corrupt_pages`.
 LEFT = (
     ("evicted_device_pages", "demoted_pages", "cleared_device_pages"),
     ("evicted_host_pages", "unbacked_pages", "cleared_host_pages"),
@@ -253,6 +260,7 @@ COUNTERS = (
     "duplicate_pages",
     "evicted_nodes",
     *(name for reasons in LEFT for name in reasons),
+    "corrupt_pages",
     "backup_pages",
     "backup_pages_skipped",
     "backups_retried",
@@ -1140,6 +1148,69 @@ class Index:
         pool.free += num_pages - pool.total
         pool.total = num_pages
         self.backups.let_go()
+
+    def expel(self, resource: int, slot: int) -> bool:
+        """The bytes of this host slot are wrong: let the page go, and on the host whatever hangs on it.
+
+        Of a companion (`resource` from 1 on) that page alone goes. What the device has stays there, and routers are
+        told as of an eviction. False, with nothing changed: a lease, a pin, a copy or a store holds something of it, or
+        it is being written. True also where no page is in the slot, which then serves nobody.
+        """
+        c = resource * self.T + HOST
+        place = self._at_slot(c, slot)
+        if place is None:
+            return True
+        node, page = place
+        if resource:
+            assert self.companions is not None
+            return self.companions.expel(c, node, page)
+        tree, C = self.tree, self.tree.C  # noqa: N806
+        cells = range(HOST, C, self.T)
+        going = [node]  # parents first
+        for each in going:
+            if each.writing or any(each.cells[cell] is not None and each.cells[C + cell] for cell in cells):
+                return False
+            going += [child for child in tree.children(each) if child.cells[HOST] is not None]
+        if page:
+            tree.split(node, page * self.page_bytes)
+        gone: list[tuple[Node, Node]] = []
+        for each in reversed(going):
+            if each.parent is not None:  # else it has joined its last child, which is yet to come
+                gone.append((each, each.parent))
+                self.drop(HOST, each, corrupt=True)
+        if self.companions is not None:  # not before: what is to go is not to be pruned
+            for each, parent in gone:
+                self.companions.dropped(each, parent)
+        self.backups.let_go()
+        return True
+
+    def whereabouts(self, resource: int, slot: int) -> Whereabouts | None:
+        """Of the page in a host slot; None: there is none. Walks the whole tree."""
+        c = resource * self.T + HOST
+        place = self._at_slot(c, slot)
+        if place is None:
+            return None
+        node, page = place
+        num_bytes = node.num_bytes if self.tree.by_end[c] else (page + 1) * self.page_bytes
+        up = node.parent
+        while up is not None:
+            num_bytes += up.num_bytes
+            up = up.parent
+        return Whereabouts(node.space.namespace, num_bytes // TOKEN_BYTES)
+
+    def _at_slot(self, c: int, slot: int) -> tuple[Node, int] | None:
+        """The node that has this slot in a cell, and which of its pages that is. Walks the whole tree."""
+        packed = slot.to_bytes(SLOT_BYTES, "little")
+        for node in self.tree.nodes():
+            run = node.cells[c]
+            if run is None:
+                continue
+            at = run.find(packed)
+            while at >= 0:
+                if at % SLOT_BYTES == 0:
+                    return node, at // SLOT_BYTES
+                at = run.find(packed, at + 1)
+        return None
 
     # -- the turn -----------------------------------------------------------------------------------------------
 
@@ -2414,15 +2485,16 @@ class Index:
                 companions.dropped(node, parent)
         return pool.free >= num_pages
 
-    def drop(self, c: int, node: Node, cleared: bool = False, pruned: bool = False) -> None:
+    def drop(self, c: int, node: Node, cleared: bool = False, pruned: bool = False, corrupt: bool = False) -> None:
         """Take an unlocked cell from a node, which has no descendant with one; the node goes with its last cell.
 
-        `cleared`: by a clear, not to make room; `pruned`: nor for that, but since it is of no use any more.
+        `cleared`: by a clear, not to make room; `pruned`: nor for that, but since it is of no use any more; `corrupt`:
+        its bytes, or those of a page that it hangs on, are wrong.
         """
         tree, pool = self.tree, self.pools[c]
         run = node.cells[c]
         if self.companions is not None:
-            self.companions.drop_with(c, node, not cleared)
+            self.companions.drop_with(c, node, not cleared, corrupt)
         self.change(c, node, False)
         self.orders[c].unlink(node)
         node.cells[c] = None
@@ -2433,6 +2505,8 @@ class Index:
         counters = self.counters
         if pruned:
             counters[PRUNED[c]] += pages
+        elif corrupt:
+            counters["corrupt_pages"] += pages
         else:
             counters["evicted_nodes"] += not cleared
             counters[LEFT[c][2 if cleared else kept]] += pages

@@ -9,6 +9,7 @@ pages along.
     rows of full KV     [slots of the host] sequences; then check, owner's sequence, tenant, owner, name, tokens
     rows of companions  [slots] sequences; then check, owner's sequence, owner
     names               [chunks] of namespaces: sequences; then check, next, size, bytes
+    sums                of each resource [slots] sequences; then sums of the pages' bytes (`scrub`)
 
 Laws:
 
@@ -18,6 +19,8 @@ Laws:
   number. Eight bytes aligned are written at once, so a row that was being taken away is either there or not.
 * Rows are noted before what follows from them is done (`core.effects.Journal`): a page's row after its bytes are there,
   its end before its slot is handed on. So at any moment the rows that are right tell of pages whose bytes are whole.
+* A sum is of the page that had its sequence, so what becomes of the slot makes it void. Another thread writes them, a
+  slot's sequence behind its sum; a life has those of the pages that it took over and no others (`taken`).
 * What it was written for decides whether it counts: another geometry, another boot of the machine, other pools, a life
   that stopped trusting its own books (`distrust`) or that died while it took these very rows make it as good as empty.
 """
@@ -29,7 +32,7 @@ import logging
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,7 +41,7 @@ import numpy.typing as npt
 from sglcache.core.journal import HOST, Absent, Cleared, Entry, Present, key_of
 from sglcache.core.key import Namespace
 from sglcache.core.restore import NOBODY, Restored, Rows, Survivors
-from sglcache.memory.journal_form import CHUNK_BYTES, HEAD_BYTES, SEQ_BYTES, Shape
+from sglcache.memory.journal_form import CHUNK_BYTES, HEAD_BYTES, SEQ_BYTES, SUM_BYTES, Shape
 
 if TYPE_CHECKING:
     from sglcache.core.index import Index
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglcache.journal")
 
-MAGIC = b"sglcjrn1"
+MAGIC = b"sglcjrn2"
 HEAD = struct.Struct("<8sQQ32s")  # magic, floor, taking, what it is of
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -112,6 +115,13 @@ class _Table:
         return sums ^ (sums >> np.uint64(29))
 
 
+class _Sums(NamedTuple):
+    """Of a resource's slots."""
+
+    seqs: U64  # of the page whose sum it is; 0: none
+    sums: U64
+
+
 class Journal:
     """The tables in one mapping, and who writes them. Make one, `load`, put what it has into an index, `taken`."""
 
@@ -132,6 +142,11 @@ class Journal:
             self._tables.append(_Table(buffer[at:stop], count, kind, number))
             at = stop
         self._names = self._tables.pop()
+        self._sums: list[_Sums] = []
+        for count in shape.num_slots:
+            words = buffer[at : at + count * SUM_BYTES].view("<u8")
+            self._sums.append(_Sums(words[:count], words[count:]))
+            at += count * SUM_BYTES
         self._last_seq = 0
         self._floor = 0  # rows up to this number are none
         self.num_found = 0  # pages that lives before have left, whole or not
@@ -167,6 +182,8 @@ class Journal:
             if not new:
                 for table in (*self._tables, self._names):
                     table.clear(np.flatnonzero(table.seqs))
+                for sums in self._sums:
+                    sums.seqs[:] = 0  # the numbers begin again
             self._last_seq = 0
             self._write_head(0)
             return None
@@ -199,6 +216,9 @@ class Journal:
             stays = np.zeros(len(table.rows), bool)
             stays[slots] = True
             table.clear(np.flatnonzero((table.seqs != 0) & ~stays))
+        for table, sums in zip(self._tables, self._sums, strict=True):
+            # The numbers of rows that are gone may be given again.
+            sums.seqs[np.flatnonzero((sums.seqs != 0) & (sums.seqs != table.seqs))] = 0
         full = self._tables[0]
         used: set[int] = set()
         rows = full.rows
@@ -427,6 +447,25 @@ class Journal:
         """The sequence of a slot's row, 0 if there is none. Any thread may look: it is one aligned load."""
         seq = int(self._tables[resource].seqs[slot])
         return seq if seq > self._floor else 0
+
+    def used(self, resource: int, first: int, stop: int) -> list[int]:
+        """Of the slots first..stop-1, those with a row, in order. Any thread may look."""
+        found: list[int] = (np.flatnonzero(self._tables[resource].seqs[first:stop] > self._floor) + first).tolist()
+        return found
+
+    # -- sums: the scrubber's thread alone --------------------------------------------------------------------------
+
+    def sum_of(self, resource: int, slot: int, seq: int) -> int | None:
+        """What was worked out for the page that has this sequence; None: nothing yet."""
+        sums = self._sums[resource]
+        return int(sums.sums[slot]) if int(sums.seqs[slot]) == seq else None
+
+    def put_sum(self, resource: int, slot: int, seq: int, value: int) -> None:
+        """What its bytes, `value` of 64 bits, are from now on compared with, in this life and the next ones."""
+        sums = self._sums[resource]
+        sums.seqs[slot] = 0
+        sums.sums[slot] = value
+        sums.seqs[slot] = seq
 
 
 def identity_of(*facts: Any) -> bytes:

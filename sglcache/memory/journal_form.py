@@ -16,6 +16,7 @@ CHUNK_BYTES = 40  # of a name
 NAME_ROW_BYTES = 16 + CHUNK_BYTES
 NAMES_PER_SLOT = 2  # chunks; what is not used costs no memory
 FEW_NAMES = 4096
+SUM_BYTES = 16  # of a slot: of which sequence, and the sum of its page's bytes
 
 
 class Shape(NamedTuple):
@@ -52,10 +53,11 @@ class Shape(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of the whole; memory is taken as rows are written."""
-        return HEAD_BYTES + sum(count * (SEQ_BYTES + size) for count, size in self.tables)
+        rows = sum(count * (SEQ_BYTES + size) for count, size in self.tables)
+        return HEAD_BYTES + rows + SUM_BYTES * sum(self.num_slots)
 
     @property
     def slot_bytes(self) -> list[int]:
         """What a slot that holds something takes, of full KV, with names, and then of each companion."""
         page, *companions, name = (SEQ_BYTES + size for _, size in self.tables)
-        return [page + NAMES_PER_SLOT * name, *companions]
+        return [SUM_BYTES + each for each in (page + NAMES_PER_SLOT * name, *companions)]

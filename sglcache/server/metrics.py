@@ -61,6 +61,7 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("evicted_host_pages", LEFT, {**FULL, "tier": "host", "reason": "evicted"}, WHY_LEFT),
     ("unbacked_pages", LEFT, {**FULL, "tier": "host", "reason": "unbacked"}, WHY_LEFT),
     ("cleared_host_pages", LEFT, {**FULL, "tier": "host", "reason": "cleared"}, WHY_LEFT),
+    ("corrupt_pages", LEFT, {**FULL, "tier": "host", "reason": "corrupt"}, WHY_LEFT),
     ("pruned_device_pages", LEFT, {**FULL, "tier": "device", "reason": "pruned"}, WHY_LEFT),
     ("pruned_host_pages", LEFT, {**FULL, "tier": "host", "reason": "pruned"}, WHY_LEFT),
     ("backup_pages", "sglcache_backup_pages", FULL, "Pages sent to the host."),
@@ -97,6 +98,7 @@ OF_COMPANIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("demoted_slots", LEFT, {"tier": "device", "reason": "demoted"}),
     ("evicted_host_slots", LEFT, {"tier": "host", "reason": "evicted"}),
     ("unbacked_slots", LEFT, {"tier": "host", "reason": "unbacked"}),
+    ("corrupt_slots", LEFT, {"tier": "host", "reason": "corrupt"}),
     ("backup_slots", "sglcache_backup_pages", {}),
     ("backup_slots_skipped", "sglcache_backup_skipped_pages", {}),
     ("load_slots", "sglcache_load_pages", {}),
@@ -184,6 +186,17 @@ THIRD_MOVED: tuple[tuple[str, str, str], ...] = (
 THIRD_MISSED = "Pages that were to be fetched, or to be stored, and were not, by what was wrong with the first of them."
 THIRD_QUEUED = "Work for the third tier that is not over."
 
+# What looks through the host tier, by its name for one in `Scrubbing.facts`: ours, whether it only grows, the help.
+SCRUB: tuple[tuple[str, str, bool, str], ...] = (
+    ("pages", "sglcache_scrubbed_pages", True, "Host pages looked at for whether their bytes have changed."),
+    ("bytes", "sglcache_scrubbed_bytes", True, "Bytes of these pages."),
+    ("compared_pages", "sglcache_scrub_compared_pages", True, "Of these pages, those that had been looked at before."),
+    ("mismatches", "sglcache_scrub_mismatches", True, "Host pages whose bytes had changed by themselves."),
+    ("rounds", "sglcache_scrub_rounds", True, "Times that the whole host tier was looked through."),
+    ("round_age_s", "sglcache_scrub_round_age_seconds", False, "Since the last of these; missing before the first."),
+    ("seconds", "sglcache_scrubbing_seconds", True, "Seconds of a processor that it took."),
+)
+
 
 def of_rank(
     rank: int,
@@ -197,11 +210,13 @@ def of_rank(
     troubles: Iterable[str] = (),
     stalls: Mapping[str, Any] | None = None,
     slow_readers: int = 0,
+    scrub: Mapping[str, Any] | None = None,
 ) -> list[Family]:
     """A rank's families: of the index, of the publisher (None: events are off), `info`, which is constant text, of the
     copy engine by direction, of memory by tier (bytes that are ready, and all), and of the third tier (None: there is
     none; of what only its store's master knows, None too), and of what `watch` sees: by kind the age of the oldest
-    thing in flight, the kinds that are in trouble, and how long the loop stood still (`Stalls.facts`).
+    thing in flight, the kinds that are in trouble, and how long the loop stood still (`Stalls.facts`); and of what
+    looks through the host tier (None: nothing does).
     """
     own = {"rank": str(rank)}
     families = [Family("sglcache_build", "What runs.", "info", [({**own, **info}, 1)])]
@@ -221,6 +236,9 @@ def of_rank(
         families.append(Family(name, text, "gauge", samples))
     if third is not None:
         families += _third(own, third)
+    for key, name, grows, text in SCRUB:
+        if scrub is not None and (value := scrub[key]) is not None:
+            families.append(Family(name, text, "counter" if grows else "gauge", [(own, float(value))]))
     if stalls is not None:
         families += _watch(own, oldest or {}, set(troubles), stalls)
     families.append(

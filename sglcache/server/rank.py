@@ -64,6 +64,7 @@ from sglcache.server.listener import Listener
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
+from sglcache.server.scrubbing import Scrubbing
 from sglcache.server.sessions import Offer, OfferedCompanion, Sessions
 from sglcache.server.stream import build_publisher, format_of, tell_all
 from sglcache.server.tenants import asked, limits_of
@@ -101,6 +102,7 @@ class Parts:
     watch: Watch
     filler: Filler | None  # while the host tier's memory is had in the background
     journal: Journal | None  # of the host tier, for the next life
+    scrubbing: Scrubbing | None  # of the host tier
     keeper: Keeper
 
 
@@ -205,6 +207,8 @@ class Rank:
         parts.listener.open()
         parts.owner.collector.start()
         parts.watch.stalls.start()
+        if parts.scrubbing is not None:
+            parts.scrubbing.start()
         self.state = "ok"
         forms = [self.geometry, *(each.form for each in self.companions)]
         logger.info("serving %s from %s", " and ".join(map(str, forms)), self.socket)
@@ -243,6 +247,8 @@ class Rank:
         parts.watch.stalls.stop()
         if parts.publisher is not None:
             parts.publisher.close()
+        if parts.scrubbing is not None:
+            parts.scrubbing.close()
         if parts.filler is not None:
             parts.filler.close()
         if parts.owner.third is not None:
@@ -380,6 +386,7 @@ class Rank:
             "copies": [lane._asdict() for lane in parts.engine.stats()],
             "memory": {name: {"ready_bytes": ready, "bytes": total} for name, (ready, total) in self.tiers().items()},
             "third": {**facts["third"], **parts.owner.third.facts()} if parts.owner.third is not None else None,
+            "scrub": parts.scrubbing.facts() if parts.scrubbing is not None else None,
             "sessions": parts.sessions.describe(),
             "troubles": [msgspec.structs.asdict(trouble) for trouble in parts.watch.look()],
             "oldest": parts.watch.oldest,
@@ -452,6 +459,7 @@ class Rank:
             [trouble.what for trouble in self.parts.watch.troubles],
             self.parts.watch.stalls.facts(),
             self.parts.sessions.num_slow,
+            self.parts.scrubbing.facts() if self.parts.scrubbing is not None else None,
         )
 
     def _stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:
@@ -610,6 +618,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 for each, it in zip(rank.companions, others, strict=True)
             ],
         )
+        scrubbing = None
+        if journal is not None and config.host.scrub_rate:
+            rate = config.host.scrub_rate
+            scrubbing = Scrubbing(resources, journal, rate, index, owner, tell, rank.fail)
+            undo.callback(scrubbing.close)
         limits = Limits(config.limits)
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, limits, rank.set_tenant, rank.checks)
         listener = Listener(loop, rank.socket, sessions.welcome)
@@ -622,6 +635,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             publisher=publisher,
             owner=owner,
             third=below,
+            scrubbing=scrubbing,
         )
         filler = None
         if config.host.populate and first.host.shards:
@@ -641,6 +655,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         watch,
         filler,
         journal,
+        scrubbing,
         keeper,
     )
 

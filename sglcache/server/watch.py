@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the supervisor knows troubles by their names alone
     from sglcache.memory.engine import LaneStats
     from sglcache.net.publisher import Publisher
     from sglcache.server.owner import Owner
+    from sglcache.server.scrubbing import Scrubbing
     from sglcache.server.sessions import Sessions
     from sglcache.server.third import ThirdTier
 
@@ -47,6 +48,7 @@ WORDS = {
     "reader": "the reader of a replay takes none of it",
     "numbers": "numbers of the stream can't be reserved",
     "loop": "the event loop stood still",
+    "corrupt": "the host tier's memory is suspect",
 }
 """What each kind of trouble is, in words before `for N s`."""
 
@@ -121,6 +123,7 @@ class Watch:
         publisher: Publisher | None,
         owner: Owner,
         third: ThirdTier | None,
+        scrubbing: Scrubbing | None = None,
     ) -> None:
         self.config = config
         self.loop = loop
@@ -130,6 +133,7 @@ class Watch:
         self.publisher = publisher
         self.owner = owner
         self.third = third
+        self.scrubbing = scrubbing
         self.stalls = Stalls(loop, config.loop_stall_s)
         self.troubles: list[Trouble] = []
         self.oldest: dict[str, float] = {}  # by kind, seconds; of what there is nothing, 0
@@ -146,6 +150,7 @@ class Watch:
             "reader": config.reader_s,
             "numbers": config.numbers_s,
             "loop": 0.0,
+            "corrupt": 0.0,
         }
 
     def look(self) -> list[Trouble]:
@@ -223,3 +228,5 @@ class Watch:
         stall = self.stalls.last
         if stall is not None and now - stall[0] < STALL_TOLD_S:
             yield Oldest("loop", stall[1], {})
+        if self.scrubbing is not None and self.scrubbing.since is not None:
+            yield Oldest("corrupt", now - self.scrubbing.since, self.scrubbing.found)

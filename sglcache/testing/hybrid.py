@@ -14,6 +14,7 @@ the right names at the last moment, and read what they may read until the last m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from sglcache.core import invariants
@@ -1073,6 +1074,50 @@ class Hybrid:
         """So many more pages of full KV have memory on the host now."""
         self.host_ready = min(self.config.host_pages, self.host_ready + num_pages)
         self.turn(lambda: self.index.host_ready(self.host_ready))
+
+    def expel(self, r: int, page: Page) -> bool:
+        """The bytes of a page on the host have gone bad; whether it could be let go of. What else goes is of no use."""
+        c = self.cell(r, HOST)
+        slot = self.seen.ready[c][page]
+        cells = [self.cell(each, HOST) for each in range(len(self.kinds))] if r == FULL else [c]
+        hanging: dict[int, set[Page]] = {
+            cell: {
+                each
+                for each in (*self.seen.ready[cell], *self.seen.writing[cell])
+                if each is page or (r == FULL and page in ancestry(each))
+            }
+            for cell in cells
+        }
+        held = any(hanging[cell] & (self.seen.locked[cell] | set(self.seen.writing[cell])) for cell in cells)
+        names = {self.cell(each, HOST): f"{self.kinds[each].name}_corrupt_slots" for each in self.companions}
+        names[self.cell(FULL, HOST)] = "corrupt_pages"
+        counted = dict(self.index.counters)
+        self.memory[c][slot] = "gone bad"
+
+        def then(went: bool | SglcacheError) -> None:
+            assert went is not held, f"{page} was {'held' if held else 'free to go'}, and the answer was {went}"
+            if held:
+                self.memory[c][slot] = page  # a rank ends here; this one goes on as if nothing had been
+                assert self._fingerprint() == self._print, "it was refused, and changed something"
+                assert self.before.ready == self.seen.ready
+                return
+            ideal = [
+                {each: at for each, at in places.items() if each not in hanging.get(cell, ())}
+                for cell, places in enumerate(self.before.ready)
+            ]
+            for cell, name in names.items():
+                count = self.index.counters[name] - counted[name]
+                assert count == len(hanging.get(cell, ())), f"{count} are counted as {name}, {hanging.get(cell)} went"
+                assert not hanging.get(cell, set()) & self.seen.ready[cell].keys()
+            if len(self.kinds) == 1:
+                assert self.seen.ready == ideal, "something else came or went"
+            without = replace(self.before, ready=ideal)
+            for each in set().union(*(self.before.ready[self.cell(FULL, t)] for t in range(self.num_tiers))):
+                want, got = (self.oracle.reach(seen, ancestry(each)).matched for seen in (without, self.seen))
+                assert want == got, f"of {each} {got} pages can be had, and {want} should"
+            self.note("expelled")
+
+        return self.turn(lambda: self.index.expel(r, slot), then) is True
 
     def step(self) -> bool:
         more = self.turn(self.index.step)

@@ -15,7 +15,7 @@ from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.core.tiering import WRITE_POLICIES, WritePolicy
 from sglcache.errors import BadRequest, SessionEnded, UnknownLease, UnknownSession
 from sglcache.testing.hybrid import Hybrid
-from sglcache.testing.hybrid_model import FULL, Lease, Runner, Sent
+from sglcache.testing.hybrid_model import FULL, HOST, Lease, Runner, Sent
 from sglcache.testing.pages import TOKEN_BYTES
 from sglcache.testing.programs import TOKENS, Chooser, SeededChooser, policy, prompt
 from sglcache.units import LeaseId, SessionId, Tier
@@ -79,8 +79,8 @@ def settings(choose: Chooser, **fixed: Any) -> dict[str, Any]:
 class Program:
     """A world and what may be done to it. `step` does one thing that makes sense now."""
 
-    def __init__(self, world: Hybrid, failures: bool = True) -> None:
-        """`failures`: copies may come to nothing."""
+    def __init__(self, world: Hybrid, failures: bool = True, rot: bool = False) -> None:
+        """`failures`: copies may come to nothing. `rot`: pages on the host may go bad, and be found to be."""
         self.world = world
         self.failures = failures
         self.prompts: list[tuple[Namespace, bytes]] = []
@@ -109,6 +109,8 @@ class Program:
             "stranger": (1, self.stranger),
             "settle": (1, self.settle),
         }
+        if rot:
+            self.actions["expel"] = (8, self.expel)
         self._deck = [action for weight, action in self.actions.values() for _ in range(weight)]
 
     def step(self, choose: Chooser) -> None:
@@ -352,6 +354,14 @@ class Program:
         if world.host_ready < world.config.host_pages:
             world.grow_host(choose.integer(1, 8))
 
+    def expel(self, choose: Chooser) -> None:
+        """A page on the host goes bad, and is found to be."""
+        world = self.world
+        if world.num_tiers > HOST:
+            there = [(r, page) for r in range(len(world.kinds)) for page in world.seen.ready[world.cell(r, HOST)]]
+            if there:
+                world.expel(*choose.item(there))
+
     def settle(self, choose: Chooser) -> None:
         self.world.settle()
 
@@ -408,7 +418,8 @@ def run(seed: int, steps: int = 100, **fixed: Any) -> Hybrid:
     """One random program; AssertionError at the first thing that is not right."""
     choose = SeededChooser(seed)
     proof = fixed.pop("proof", True)
-    program = Program(Hybrid(proof=proof, **settings(choose, **fixed)))
+    rot = fixed.pop("rot", False)
+    program = Program(Hybrid(proof=proof, **settings(choose, **fixed)), rot=rot)
     program.open(choose)
     for _ in range(steps):
         program.step(choose)

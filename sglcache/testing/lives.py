@@ -125,11 +125,12 @@ def _reach(world: Hybrid, page: Page) -> int:
 def run(seed: int, steps: int = 60, lives: int = 4, **fixed: Any) -> Lives:
     """A random program over several lives; AssertionError at the first thing that is not right."""
     choose: Chooser = SeededChooser(seed)
+    rot = fixed.pop("rot", False)
     config = settings(choose, **{"tiers": 2, **fixed})
     world = Lives(**config)
     prompts: list[Any] = []
     for life in range(lives):
-        program = Program(world)
+        program = Program(world, rot=rot)
         program.prompts += prompts
         program.open(choose)
         for _ in range(choose.integer(1, steps)):

@@ -150,9 +150,9 @@ class Watched(Index):
         if config.l3 is not None:
             self.l3 = WatchedL3(self, config.l3)
 
-    def drop(self, c: int, node: Node, cleared: bool = False, pruned: bool = False) -> None:
+    def drop(self, c: int, node: Node, cleared: bool = False, pruned: bool = False, corrupt: bool = False) -> None:
         self._note(c, node, left=self.watched.leaving, cleared=cleared)
-        super().drop(c, node, cleared, pruned)
+        super().drop(c, node, cleared, pruned, corrupt)
 
     def evict(self, c: int, num_pages: int, tenant: int = 0, extra: int = 0) -> bool:
         before, self._asks = self._asks, (c, num_pages, tenant, extra)
