@@ -63,7 +63,7 @@ def test_a_stages_error_is_told_by_its_stage() -> None:
 
 def test_too_little_is_told_with_all_numbers_and_the_remedy() -> None:
     four = weighed(file=FOUR_RANKS)
-    rows = sum(rank.geometry.host_pages for rank in four.ranks) * (8 + 32 + 4 * 16 + 2 * 64)
+    rows = sum(rank.geometry.host_pages for rank in four.ranks) * (8 + 32 + 4 * 16 + 2 * 64 + 16)
     daemon = ((50 + 4 * (60 + 64)) << 20) + rows
     assert four.daemon_bytes == daemon
     four.refuse(Machine(Limit(int(10.5 * GIB) + daemon, "RAM")))
@@ -73,7 +73,7 @@ def test_too_little_is_told_with_all_numbers_and_the_remedy() -> None:
         four.refuse(Machine(Limit(8 * GIB, "RAM")))
     assert caught.value.message == (
         "the pools of 4 ranks take 11.27 GB (10.5 GiB) when they are full (device 3.758 GB (3.5 GiB), host 7.516 GB "
-        "(7 GiB)), the daemon itself 576.3 MB (549.6 MiB), and RAM is 8.59 GB (8 GiB), 3.261 GB (3.037 GiB) less; "
+        "(7 GiB)), the daemon itself 576.6 MB (549.9 MiB), and RAM is 8.59 GB (8 GiB), 3.261 GB (3.037 GiB) less; "
         "write host.num_tokens = 37104 at most, or ask about another host with `sglcache check --ram SIZE`"
     )
     facts = caught.value.facts
@@ -231,7 +231,7 @@ def test_a_cgroups_limit_is_for_what_the_daemon_writes() -> None:
     between = Machine(PLENTY, cgroup._replace(num_bytes=8 * GIB))
     four.refuse(between)
     (warning,) = four.warnings(between)
-    assert "11.27 GB (10.5 GiB) when they are full, the daemon itself 576.3 MB (549.6 MiB)" in warning
+    assert "11.27 GB (10.5 GiB) when they are full, the daemon itself 576.6 MB (549.9 MiB)" in warning
     assert "and /sys/fs/cgroup/memory.max is 8.59 GB (8 GiB)" in warning
     assert four.warnings(Machine(PLENTY, cgroup._replace(num_bytes=12 * GIB))) == []
 

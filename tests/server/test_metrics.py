@@ -75,6 +75,7 @@ def test_pages_that_left_are_one_family_by_tier_and_reason() -> None:
     index = Index(IndexConfig(page_size=4, num_pages=8, host_pages=6))
     for number, name in enumerate(name for reasons in LEFT for name in reasons):
         index.counters[name] = 1 << number
+    index.counters["corrupt_pages"] = 64
     found = {key[1:]: value for key, value in samples(page(index)).items() if key[0] == "sglcache_removed_pages_total"}
     assert found == {
         ("evicted", "full", "device"): 1,
@@ -83,6 +84,7 @@ def test_pages_that_left_are_one_family_by_tier_and_reason() -> None:
         ("evicted", "full", "host"): 8,
         ("unbacked", "full", "host"): 16,
         ("cleared", "full", "host"): 32,
+        ("corrupt", "full", "host"): 64,
     }
 
 
