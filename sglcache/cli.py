@@ -489,6 +489,14 @@ def _show_status(facts: dict[str, Any]) -> None:
     for tier, there in facts["memory"].items():
         if there["ready_bytes"] < there["bytes"]:
             console.print(f"memory    {tier.lower()}: {_bytes(there['ready_bytes'])} of {_bytes(there['bytes'])} ready")
+    if (scrub := facts["scrub"]) is not None:
+        age = scrub["round_age_s"]
+        whole = f"; whole rounds: {scrub['rounds']:,}" + (f", the last {age:.1f} s ago" if age is not None else "")
+        changed = f"; {scrub['mismatches']:,} HAD CHANGED" if scrub["mismatches"] else ""
+        console.print(
+            f"scrub     {scrub['pages']:,} looks at host pages, {_bytes(scrub['bytes'])}{changed}{whole}",
+            soft_wrap=True,
+        )
     if len(tiers) > 1:
         console.print(
             f"backups   {counters['backup_pages']:,} pages to the host, {counters['backup_pages_skipped']:,} found "

@@ -34,6 +34,7 @@ STEP_WORK_S = 0.002  # or as many as can be in so long: of small pages fewer
 PIECE_BYTES = 1 << 20  # hashed at once: a tenth of a millisecond or so, in which nobody else may have the interpreter
 BLOCK_SLOTS = 1 << 16  # looked through at once for those that hold something
 LEAST_ROUND_S = 1.0  # a host tier that holds little is not looked at all the time
+CATCH_UP_S = 0.1  # what rests that took too long may be made up for
 REST = 9.0  # times as long as the work took
 
 
@@ -77,6 +78,7 @@ class Scrubber:
         self._num_pages = self._num_bytes = self._num_compared = self._num_rounds = 0
         self._round_at: float | None = None
         self._cpu_s = 0.0
+        self._due = 0.0  # when the bytes so far are to have taken their time
         self._worked = 0.0  # of the thread's time, when the last rest began
         self._thread = threading.Thread(target=self._run, name="sglcache-scrubber", daemon=True)
 
@@ -135,7 +137,9 @@ class Scrubber:
         self._cpu_s += took
         spent = self._rate * STEP_S - self._budget
         self._budget = self._rate * STEP_S
-        self._ending.wait(max(spent / self._rate - took, REST * took))
+        clock = time.monotonic()
+        self._due = max(self._due, clock - CATCH_UP_S) + spent / self._rate
+        self._ending.wait(max(0.0, self._due - clock, REST * took))
 
     def _look(self, resource: int, slot: int) -> None:
         journal = self._journal
