@@ -286,7 +286,7 @@ class Journals(Decoder):
 
     name = "journal"
     weight = 0.03
-    words = (b"sglcjrn1", b"\0" * 8, b"\xff" * 8, b"\1" + bytes(7))
+    words = (b"sglcjrn2", b"\0" * 8, b"\xff" * 8, b"\1" + bytes(7))
 
     def __init__(self) -> None:
         super().__init__()
