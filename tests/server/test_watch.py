@@ -117,9 +117,10 @@ def test_a_stuck_copy_makes_health_degraded_and_holds_up_who_needs_its_room_alon
         assert at_once.value.copy == waited.value.copy
         for number in range(3, 10):
             other.acquire(prompt(number, 2)).cancel()  # all else goes on
-        page = urllib.request.urlopen(daemon.info["http"] + "/health", timeout=5)
-        assert page.status == 200, "it serves"
-        text = urllib.request.urlopen(daemon.info["http"] + "/metrics", timeout=5).read().decode()
+        with urllib.request.urlopen(daemon.info["http"] + "/health", timeout=5) as page:
+            assert page.status == 200, "it serves"
+        with urllib.request.urlopen(daemon.info["http"] + "/metrics", timeout=5) as page:
+            text = page.read().decode()
         assert 'sglcache_trouble{rank="0",what="backup"} 1.0' in text
         age = next(
             line
