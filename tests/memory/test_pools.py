@@ -13,7 +13,7 @@ from kernel_facts import in_child, mapped
 from sglcache.errors import BadRequest, ClosedError, ConfigError, NotInstalled, ProtocolError
 from sglcache.memory import pools as pools_module
 from sglcache.memory.geometry import Geometry, Placement
-from sglcache.memory.pools import DevicePools, HostPools, Pool
+from sglcache.memory.pools import DevicePools, HostPools, Pool, Source
 from sglcache.memory.views import KVViews
 
 NAME = "sglcache-device-0"
@@ -82,10 +82,10 @@ def test_a_tier_that_fails_halfway_leaves_nothing(geometry: Geometry, monkeypatc
     created: list[Pool] = []
 
     class Second(Pool):
-        def __init__(self, name: str, placement: Placement) -> None:
+        def __init__(self, name: str, placement: Placement, source: Source) -> None:
             if created:
                 raise ConfigError("no more")
-            super().__init__(name, placement)
+            super().__init__(name, placement, source)
             created.append(self)
 
     monkeypatch.setattr(pools_module, "Pool", Second)

@@ -277,7 +277,8 @@ def test_the_loop_sleeps_while_who_waits_for_room_waits_for_a_copy(tmp_path: Pat
 
 def test_an_idle_stream_beats(tmp_path: Path) -> None:
     async def test(world: World) -> None:
-        world.owner.cancel()
+        assert world.owner._beating is not None
+        world.owner._beating.cancel()
         world.owner.heartbeat_s = 0.001
         world.owner._beat()
         while world.diary.count("heartbeat") < 20:  # more than one purchase of numbers
