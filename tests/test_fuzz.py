@@ -70,7 +70,8 @@ class Sloppy(fuzz.Decoder):
 def test_a_decoder_that_breaks_the_law_is_told_of_with_how_to_have_it_again(
     monkeypatch: pytest.MonkeyPatch, how: str, why: str
 ) -> None:
-    monkeypatch.setattr(fuzz, "LIMIT_S", 0.2)
+    if how == "hangs":
+        monkeypatch.setattr(fuzz, "LIMIT_S", 0.2)
     monkeypatch.setattr(fuzz, "MAX_GROWTH", 16 << 20)
     before = os.dup(0)
     os.close(before)

@@ -64,6 +64,7 @@ def test_a_session_says_what_it_holds_of_each_pool_and_what_it_waits_for(daemon:
                 "connected": True,
                 "alive": True,
                 "waits": 1,
+                "unanswered": 1,
             }
         ]
         assert (session["leases"], session["pins"], session["pinned_pages"], session["waiting"]) == (1, 1, 4, 0)
