@@ -13,8 +13,9 @@ pages along.
 
 Laws:
 
-* One writer, the rank. A sequence number is given once in all lives: a row says who owns it by slot and number, so what
-  was written of a slot's earlier page is never taken for the next one's.
+* One writer, the rank. A sequence number is given once in a life, and the next life goes on above all that are still
+  there: a row says who owns it by slot and number, so what was written of a slot's earlier page, and was not taken away
+  with it, is never taken for the next one's.
 * A row that was being written when the process died is no row: `check` covers all of it, its sequence and the slot's
   number. Eight bytes aligned are written at once, so a row that was being taken away is either there or not.
 * Rows are noted before what follows from them is done (`core.effects.Journal`): a page's row after its bytes are there,
