@@ -108,7 +108,7 @@ class UnknownSession(SglcacheError):
 
 
 class SessionEnded(SglcacheError):
-    """A member of the session died or left. Its leases are gone; close, and attach anew."""
+    """A member of the session died or left. Its leases are gone; `reattach`, or close."""
 
     code = "session_ended"
 
@@ -189,7 +189,7 @@ _BY_CODE = {
     for kind in (
         SglcacheError, ConfigError, StartError, NotInstalled, BadRequest, DoubleFree, ProtocolError, NoSpace,
         UnknownLease, UnknownSession, SessionEnded, Forbidden, Busy, Changed, Unavailable, DaemonRestarted,
-        TransferError, CorruptPage, StorageError, ClosedError, Cancelled,
+        TransferError, CorruptPage, StorageError, ClosedError, Cancelled, TooSlow,
     )
 }  # fmt: skip
 

@@ -24,10 +24,12 @@ import msgspec
 
 from sglcache.errors import (
     BadRequest,
+    Busy,
     ClosedError,
     DaemonRestarted,
     Forbidden,
     ProtocolError,
+    SessionEnded,
     SglcacheError,
     Unavailable,
     with_article,
@@ -36,6 +38,7 @@ from sglcache.wire import control
 from sglcache.wire.control import HEADER, MAX_FDS
 
 HELLO_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 2.0  # for a daemon that closed a connection to say that it is still the same
 RECV_BYTES = 1 << 16
 SPIN_S = 50e-6
 MAX_RESTS = 1 << 10
@@ -159,11 +162,14 @@ class Connection:
     """Attached from construction to `close`, or to the fork in the child.
 
     Errors of construction: Unavailable (no daemon, or none that answers), and what the daemon refuses with. Later:
-    what the daemon answers, DaemonRestarted once the connection is at its end, which it is not before the daemon's life
-    is, ClosedError once this side closed it.
+    what the daemon answers, and once the connection is at its end: what the daemon said last (TooSlow, ProtocolError),
+    DaemonRestarted where its life is over, SessionEnded where it serves on and did not say why it closed, ClosedError
+    where this side closed it.
     """
 
-    def __init__(self, path: Path, hello: control.Hello, fds: Sequence[int]) -> None:
+    def __init__(
+        self, path: Path, hello: control.Hello, fds: Sequence[int], timeout_s: float = HELLO_TIMEOUT_S
+    ) -> None:
         self.path = path
         self.lock = threading.Lock()
         self.fds: list[int] = []
@@ -178,7 +184,8 @@ class Connection:
         self._request = 0
         self._closed: str | None = None
         self._error: SglcacheError | None = None  # why the connection is at its end
-        self._sock = _connect(path)
+        self._timeout_s = timeout_s  # until it is attached
+        self._sock = _connect(path, timeout_s)
         try:
             self.welcome = self._attach(hello, fds)
             self._sock.settimeout(None)
@@ -312,7 +319,7 @@ class Connection:
 
     def _attach(self, hello: control.Hello, fds: Sequence[int]) -> control.Welcome:
         sock = self._sock
-        sock.settimeout(HELLO_TIMEOUT_S)
+        sock.settimeout(self._timeout_s)
         rights = [(sockets.SOL_SOCKET, sockets.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             sock.sendmsg([control.frame(hello)], rights)
@@ -321,7 +328,7 @@ class Connection:
                 raise ProtocolError(f"{self.path} is no sglcache socket: its first frame has {size} bytes")
             first = _decode_first(self._receive_first(size))
         except TimeoutError:
-            raise Unavailable(f"the daemon at {self.path} did not answer within {HELLO_TIMEOUT_S:g} s") from None
+            raise Unavailable(f"the daemon at {self.path} did not answer within {self._timeout_s:g} s") from None
         except OSError as exc:
             raise Unavailable(f"the daemon at {self.path} went away: {exc}") from exc
         except DECODE_ERRORS as exc:
@@ -480,27 +487,64 @@ class Connection:
                     self._rest += data
             except OSError:
                 pass
-            self._error = DaemonRestarted(
-                f"the daemon at {self.path} went away{f' ({exc})' if exc else ''}: its life "
-                f"{self.welcome.epoch} is over, and so are the leases of it; reattach() joins its next one",
-                epoch=self.welcome.epoch,
-                socket=str(self.path),
-            )
-            rest = self._rest
-            while len(rest) >= HEADER and len(rest) >= (stop := HEADER + int.from_bytes(rest[:HEADER], "big")):
-                with contextlib.suppress(*DECODE_ERRORS):
-                    last = _decode(rest[HEADER:stop])
-                    if isinstance(last, control.Failure) and last.request == 0:
-                        self._error = SglcacheError.from_code(last.code, last.message, last.facts)
-                rest = rest[stop:]
+            self._error = self._last_words() or self._why_it_ended(exc)
             self._rest = b""
         return self._error
 
+    def _last_words(self) -> SglcacheError | None:
+        """Why the daemon threw this client out, if it could say so. What else is in `_rest` is nobody's any more."""
+        rest = self._rest
+        while len(rest) >= HEADER and len(rest) >= (stop := HEADER + int.from_bytes(rest[:HEADER], "big")):
+            with contextlib.suppress(*DECODE_ERRORS):
+                last = _decode(rest[HEADER:stop])
+                if isinstance(last, control.Failure) and last.request == 0:
+                    return SglcacheError.from_code(last.code, last.message, last.facts)
+            rest = rest[stop:]
+        return None
 
-def _connect(path: Path) -> sockets.socket:
+    def _why_it_ended(self, exc: OSError | None) -> SglcacheError:
+        """SessionEnded where the daemon still serves the life that this connection was to; else that life is over."""
+        epoch = self.welcome.epoch
+        if self._serves_on():
+            return SessionEnded(
+                f"the daemon at {self.path} closed this connection, and serves on (life {epoch}); its log says why; "
+                "reattach()",
+                epoch=epoch,
+                socket=str(self.path),
+            )
+        return DaemonRestarted(
+            f"the daemon at {self.path} went away{f' ({exc})' if exc else ''}: its life "
+            f"{epoch} is over, and so are the leases of it; reattach() joins its next one",
+            epoch=epoch,
+            socket=str(self.path),
+        )
+
+    def _serves_on(self) -> bool:
+        """Whether who answers at the socket now is the life that the connection was to."""
+        mine = _pid(self._sock)
+        hello = control.Hello(control.PROTOCOL, "lost its connection", "observer")
+        try:
+            other = Connection(self.path, hello, (), PROBE_TIMEOUT_S)
+        except Busy:  # it says no epoch, but the kernel says who it is
+            with contextlib.suppress(OSError, SglcacheError), _connect(self.path, PROBE_TIMEOUT_S) as sock:
+                return mine == _pid(sock)
+            return False
+        except SglcacheError:
+            return False
+        other.close()
+        return other.welcome.epoch == self.welcome.epoch
+
+
+def _pid(sock: sockets.socket) -> int:
+    """The process that listened where `sock` connected to, dead or not; 0: one of another PID namespace."""
+    pid: int = _CREDENTIALS.unpack(sock.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))[0]
+    return pid
+
+
+def _connect(path: Path, timeout_s: float) -> sockets.socket:
     sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_CLOEXEC)
     try:
-        sock.settimeout(HELLO_TIMEOUT_S)
+        sock.settimeout(timeout_s)
         sock.connect(os.fspath(path))
         _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid():  # it would see our tokens, and we would write into its memory

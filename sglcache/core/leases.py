@@ -194,7 +194,7 @@ class Session:
 
     def over(self) -> SessionEnded:
         """What whoever asks for something gets once it has ended."""
-        return SessionEnded(f"the session ended: {self.why}; attach anew", session=self.id)
+        return SessionEnded(f"the session ended: {self.why}; reattach()", session=self.id)
 
 
 class Pin(NamedTuple):

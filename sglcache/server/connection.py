@@ -27,6 +27,7 @@ MAX_TURN = 64  # frames of one connection in one turn
 TURN_S = 0.0005  # after which no further one is begun
 WRITE_HIGH_WATER = 1 << 20  # bytes of answers that wait for a peer to read before it is no longer read from
 CLOSE_S = 5.0  # what a peer gets to read why it was thrown out
+LOOKS = 8  # at a peer that does not read, in `slow_reader_s`
 
 C = TypeVar("C", bound="Connection")
 Handler = Callable[[C, Any], None]
@@ -57,6 +58,7 @@ class Connection(asyncio.Protocol):
         self._patience: asyncio.TimerHandle | None = None  # while it does not read
         self._written = 0  # bytes, all in all
         self._taken = 0  # of these, those that it had taken when it was last looked
+        self._took_at = 0.0  # when it was first seen to have taken so many
         self._closing = False  # no more commands are taken
         self._ending = False  # the turn's answers are the last thing to be said
         self._reading = True
@@ -210,21 +212,22 @@ class Connection(asyncio.Protocol):
         if transport is None or not self._blocked or self._closing:
             self._patience = None
             return
-        taken = self._written - transport.get_write_buffer_size()
-        if self._patience is not None and taken <= self._taken:
+        loop, limit = self.owner.loop, self.limits.slow_reader_s
+        taken, now = self._written - transport.get_write_buffer_size(), loop.time()
+        if self._patience is None or taken > self._taken:
+            self._taken, self._took_at = taken, now
+        elif now - self._took_at >= limit:
             self._patience = None
-            self._too_slow(f"has read nothing for {self.limits.slow_reader_s:g} s")
+            self._too_slow(f"has read nothing for {limit:g} s")
             return
-        self._taken = taken
-        self._patience = self.owner.loop.call_later(self.limits.slow_reader_s, self._look_whether_it_reads)
+        self._patience = loop.call_later(limit / LOOKS, self._look_whether_it_reads)
 
     def _too_slow(self, how: str) -> None:
         transport = self.transport
         assert transport is not None
         unsent = transport.get_write_buffer_size()
         self.throw_out(TooSlow(f"the peer {how}: {unsent} bytes of answers wait for it", unsent_bytes=unsent))
-        self.owner.end_turn()
-        transport.abort()  # it would not read that either
+        self.owner.end_turn()  # it has `CLOSE_S` to come to its senses, read all of that, and why it ended
 
     def resume_writing(self) -> None:
         self._blocked = False

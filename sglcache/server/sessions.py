@@ -453,9 +453,7 @@ class Member(Connection):
 
     def after_the_end(self, c: control.Frame) -> None:
         assert self.session is not None
-        raise SessionEnded(
-            f"the session ended: {self.session.why}; say Bye, close, and attach anew", session=self.session.id
-        )
+        raise SessionEnded(f"the session ended: {self.session.why}; reattach()", session=self.session.id)
 
     def forbidden(self, command: control.Frame) -> SglcacheError:
         kind = type(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from sglcache.client import Client, Lease
-from sglcache.errors import BadRequest, Busy, Cancelled, NoSpace, TooSlow, Unavailable
+from sglcache.errors import BadRequest, Busy, Cancelled, NoSpace, ProtocolError, SessionEnded, TooSlow
 from sglcache.testing.daemon import Daemon, until
 from sglcache.wire import control
 
@@ -220,20 +221,13 @@ def test_a_pipeline_without_end_is_not_read_beyond_its_bound_and_all_of_it_is_an
     lease.release()
 
 
-def _ended(client: Client) -> bool:
-    try:
-        client.ping()
-    except (TooSlow, Unavailable):
-        return True
-    return False
-
-
 def _unanswered(observer: Client) -> int:
     return max(each["unanswered"] for session in observer.status()["sessions"] for each in session["members"])
 
 
 def test_a_client_that_never_reads_is_thrown_out_and_nobody_else_waits(small: Daemon, client: Client) -> None:
     rude = small.client()
+    rude._connection._request = 4000  # what it asks later is not what it floods with
     before = small.status(prove=False)["counters"]["slow_readers"]
     flood(rude, [control.Status(number) for number in range(1, 4000)])
     slowest = 0.0
@@ -244,8 +238,44 @@ def test_a_client_that_never_reads_is_thrown_out_and_nobody_else_waits(small: Da
         slowest = max(slowest, time.perf_counter() - began)
         assert time.monotonic() < deadline, "it was not thrown out"
     assert slowest < 1.0
-    until(lambda: _ended(rude))
+    with pytest.raises(TooSlow, match="has read nothing for") as told:
+        rude.ping()
+    assert told.value.unsent_bytes > 0
     rude._let_go("thrown out")
+
+
+def test_it_is_thrown_out_when_the_time_is_over_and_not_twice_as_late(lend: Callable[..., Daemon]) -> None:
+    slow_reader_s = 1.0
+    daemon = lend(pool={"num_tokens": P * PAGES}, host={"num_tokens": 0}, limits={"slow_reader_s": slow_reader_s})
+    with daemon.observer() as other:
+        rude = daemon.client()
+        rude._connection._request = 4000
+        began = time.monotonic()
+        flood(rude, [control.Status(number) for number in range(1, 4000)])
+        until(lambda: other.status(prove=False)["counters"]["slow_readers"] == 1)
+        assert slow_reader_s <= time.monotonic() - began < 1.6 * slow_reader_s  # the flood takes its time, too
+        with pytest.raises(TooSlow):
+            rude.ping()
+        rude._let_go("thrown out")
+
+
+def test_who_was_thrown_out_for_what_is_no_frame_is_told_so(small: Daemon) -> None:
+    rude = small.client()
+    rude._connection._sock.sendall(b"\0\0\0\4nope")
+    with pytest.raises(ProtocolError, match="no command"):
+        rude.ping()
+    rude._let_go("thrown out")
+
+
+def test_a_connection_that_ends_without_a_word_is_no_death_of_a_daemon_that_serves_on(small: Daemon) -> None:
+    lost = small.client()
+    lost._connection._sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(SessionEnded, match="its log says why; reattach") as told:
+        lost.ping()
+    assert told.value.epoch == lost.epoch
+    lost.reattach()
+    lost.ping()
+    lost.close()
 
 
 def test_ten_thousand_frames_of_one_hold_off_a_single_one_of_another_for_milliseconds(
