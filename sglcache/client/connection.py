@@ -322,7 +322,8 @@ class Connection:
         sock.settimeout(self._timeout_s)
         rights = [(sockets.SOL_SOCKET, sockets.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            sock.sendmsg([control.frame(hello)], rights)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it said why not without hearing us
+                sock.sendmsg([control.frame(hello)], rights)
             size = int.from_bytes(self._receive_first(HEADER), "big")
             if size > control.MAX_FRAME:
                 raise ProtocolError(f"{self.path} is no sglcache socket: its first frame has {size} bytes")
@@ -544,8 +545,10 @@ def _pid(sock: sockets.socket) -> int:
 def _connect(path: Path, timeout_s: float) -> sockets.socket:
     sock = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_CLOEXEC)
     try:
-        sock.settimeout(timeout_s)
+        # A non-blocking connect fails at once where many others are waiting to be accepted; the kernel can wait.
+        sock.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, struct.pack("ll", int(timeout_s), 0))
         sock.connect(os.fspath(path))
+        sock.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid():  # it would see our tokens, and we would write into its memory
             raise Forbidden(f"the daemon at {path} is of uid {uid}, and we are {os.geteuid()}", uid=uid)

@@ -16,6 +16,10 @@ from pathlib import Path
 from sglcache import paths
 from sglcache.errors import ConfigError, because
 
+FDS_PER_CONNECTION = 4
+"""File descriptors, at most: of a runner its socket, its process and two doorbells."""
+
+
 BACKLOG = 128
 
 

@@ -13,15 +13,18 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from sglcache.errors import Forbidden, ProtocolError, SglcacheError
+from sglcache.errors import Busy, Forbidden, ProtocolError, SglcacheError
 from sglcache.server import doors
+from sglcache.server.doors import FDS_PER_CONNECTION
 from sglcache.wire import control
 from sglcache.wire.control import MAX_FDS
 
@@ -31,6 +34,9 @@ HELLO_TIMEOUT_S = 5.0
 MAX_HELLO = 4096  # bytes of the first frame
 MAX_HELLO_FDS = 2
 MAX_WAITING = 256  # peers that have not said hello yet
+LOG_S = 1.0  # refusals of one kind within it are one line of the log
+TOLD_PIDS = 5
+NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 SO_PEERPIDFD = 77  # Linux 6.5; absent from Python's socket module
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -69,6 +75,12 @@ def close_fds(fds: list[int]) -> None:
     for fd in fds:
         if fd >= 0:
             os.close(fd)
+
+
+def _pid(sock: socket.socket) -> int:
+    """The number of the process that called connect(); it may be another's by now."""
+    pid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    return pid
 
 
 def identify(sock: socket.socket) -> Peer:
@@ -117,7 +129,7 @@ class _Hearing:
 
     def refuse(self, error: SglcacheError) -> None:
         self.stop()
-        refuse(self.peer, error)
+        self.listener.refuse(self.peer, error)
 
     def readable(self) -> None:
         try:
@@ -161,8 +173,10 @@ class _Hearing:
                     fds = array.array("i")
                     fds.frombytes(packed[: len(packed) // fds.itemsize * fds.itemsize])
                     self.peer.fds += fds
-            if flags & socket.MSG_CTRUNC or len(self.peer.fds) > MAX_HELLO_FDS:
+            if len(self.peer.fds) > MAX_HELLO_FDS:
                 raise ProtocolError(f"more than {MAX_HELLO_FDS} descriptors beside a hello")
+            if flags & socket.MSG_CTRUNC:  # there was place for more of them than came
+                raise out_of_descriptors()
             if not data:
                 raise ConnectionResetError("the peer left before its hello")
             self.buffer += data
@@ -193,24 +207,88 @@ def _version(frame: bytes) -> int:
     return control.PROTOCOL
 
 
-def refuse(peer: Peer, error: SglcacheError) -> None:
-    """Say why, as well as a peer that may be gone can be told, and close."""
-    logger.warning("refused pid %d: %s", peer.pid, error.message)
-    with contextlib.suppress(OSError):
-        peer.send(control.Refusal(error.code, error.message, error.facts), [])
-    peer.close()
+def out_of_descriptors() -> Busy:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Busy(
+        f"this rank has all the {limit} file descriptors that it may have; close connections, or raise its limit "
+        "(ulimit -n, LimitNOFILE= of a unit) and start it again",
+        max_descriptors=limit,
+    )
+
+
+def most_common(pids: Counter[int]) -> tuple[list[dict[str, int]], str]:
+    """Who has most of something: as facts, and in words."""
+    facts = [{"pid": pid, "connections": count} for pid, count in pids.most_common(TOLD_PIDS)]
+    return facts, ", ".join(f"pid {each['pid']} has {each['connections']}" for each in facts)
+
+
+class Refusals:
+    """Tells peers why they are refused, and the log: many of one kind in one line."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._untold: dict[str, tuple[str, Counter[int]]] = {}  # by code: what the first was told, and whom it concerns
+        self._timer: asyncio.TimerHandle | None = None
+        self._none_since: float | None = None
+
+    def refuse(self, peer: Peer, error: SglcacheError) -> None:
+        """Say why, as well as a peer that may be gone can be told, and close."""
+        if "max_descriptors" in error.facts:
+            self.none_left()
+        with contextlib.suppress(OSError):
+            peer.send(control.Refusal(error.code, error.message, error.facts), [])
+        self._untold.setdefault(error.code, (error.message, Counter()))[1][peer.pid] += 1
+        peer.close()
+        if self._timer is None:
+            self._timer = self._loop.call_later(LOG_S, self.tell)
+
+    def none_left(self) -> None:
+        """A descriptor was wanted, and there was none."""
+        if self._none_since is None:
+            self._none_since = self._loop.time()
+
+    def none_since(self) -> float | None:
+        """Since when there are too few descriptors for another connection, as far as is known; None: there are
+        enough."""
+        if self._none_since is not None:
+            fds: list[int] = []
+            with contextlib.suppress(OSError):
+                for _ in range(FDS_PER_CONNECTION + 1):  # and one to look at them by
+                    fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                self._none_since = None
+            close_fds(fds)
+        return self._none_since
+
+    def tell(self) -> None:
+        """Write to the log what was not yet."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for message, pids in self._untold.values():
+            if pids.total() == 1:
+                logger.warning("refused pid %d: %s", *pids, message)
+            else:
+                logger.warning("refused %d connections (%s): %s", pids.total(), most_common(pids)[1], message)
+        self._untold.clear()
 
 
 class Listener:
     """Owns the listening socket and the peers that have not said hello. `welcome` takes over those that have."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, path: Path, welcome: Callable[[Peer, control.Hello], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        path: Path,
+        welcome: Callable[[Peer, control.Hello], None],
+        refusals: Refusals | None = None,
     ) -> None:
         self.loop = loop
         self.path = path
         self.welcome = welcome
         self.hearing: set[_Hearing] = set()
+        self.refusals = refusals or Refusals(loop)
+        self.refuse = self.refusals.refuse
+        self._spare = -1  # a descriptor that is let go of to tell somebody that there is none
         self._lock = -1
         self._sock: socket.socket | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -218,6 +296,7 @@ class Listener:
     def open(self) -> None:
         """Bind and listen. ConfigError if a live daemon has this socket, or the place is no good."""
         self._sock, self._lock = doors.unix(self.path, "control.socket")
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self.loop.add_reader(self._sock.fileno(), self._accept)
 
     def close(self) -> None:
@@ -231,6 +310,9 @@ class Listener:
             self.loop.remove_reader(self._sock.fileno())
             doors.close(self._sock, self.path, self._lock)
             self._sock, self._lock = None, -1
+        close_fds([self._spare])
+        self._spare = -1
+        self.refusals.tell()
 
     def _accept(self) -> None:
         assert self._sock is not None
@@ -240,7 +322,14 @@ class Listener:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as exc:
-                # Out of descriptors or memory: the peer stays in the backlog, and to poll for it would spin.
+                if exc.errno in NONE_LEFT:
+                    self.refusals.none_left()
+                    try:
+                        if self._turn_away():
+                            continue
+                    except BlockingIOError:  # nobody is there: without a descriptor accept() does not look
+                        return
+                # The peer stays in the backlog, and to poll for it would spin.
                 logger.error("can't accept: %s; trying again in 1 s", exc)
                 self.loop.remove_reader(self._sock.fileno())
                 self._retry = self.loop.call_later(1.0, self._resume)
@@ -248,21 +337,58 @@ class Listener:
             sock.setblocking(False)
             self.hear(sock)
 
+    def _turn_away(self) -> bool:
+        """Tell who waits that there is no descriptor for it, by the one that was spared; False: it can't be told."""
+        assert self._sock is not None
+        if self._spare < 0:
+            return False
+        os.close(self._spare)
+        self._spare = -1
+        try:
+            sock, _ = self._sock.accept()
+            sock.setblocking(False)
+            self.refuse(Peer(sock, _pid(sock), -1), out_of_descriptors())
+        except BlockingIOError:
+            raise
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return True
+
     def hear(self, sock: socket.socket) -> None:
         """Wait for the hello of who is at the other end of a socket, which is ours now."""
-        if len(self.hearing) >= MAX_WAITING:
-            sock.close()
-            return
         try:
             peer = identify(sock)
         except SglcacheError as error:
-            refuse(Peer(sock, -1, -1), error)
-        except OSError:
-            sock.close()
+            self.refuse(Peer(sock, -1, -1), error)
+        except OSError as exc:
+            if exc.errno in NONE_LEFT:
+                self.refuse(Peer(sock, _pid(sock), -1), out_of_descriptors())
+            else:
+                sock.close()
         else:
+            if len(self.hearing) >= MAX_WAITING:
+                self.refuse(peer, self._crowded())
+                return
             self.hearing.add(_Hearing(self, peer))
+
+    def _crowded(self) -> Busy:
+        count = len(self.hearing)
+        facts, words = most_common(Counter(hearing.peer.pid for hearing in self.hearing))
+        return Busy(
+            f"{count} connections have not said hello ({words}), and {MAX_WAITING} may at once; each is closed after "
+            f"{HELLO_TIMEOUT_S:g} s: try again then",
+            silent=count,
+            max_silent=MAX_WAITING,
+            holders=facts,
+        )
 
     def _resume(self) -> None:
         self._retry = None
+        if self._spare < 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         if self._sock is not None:
             self.loop.add_reader(self._sock.fileno(), self._accept)

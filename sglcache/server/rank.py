@@ -625,7 +625,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             undo.callback(scrubbing.close)
         limits = Limits(config.limits)
         sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, limits, rank.set_tenant, rank.checks)
-        listener = Listener(loop, rank.socket, sessions.welcome)
+        listener = Listener(loop, rank.socket, sessions.welcome, sessions.refusals)
         watch = Watch(
             config.watch,
             loop,
@@ -636,6 +636,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             owner=owner,
             third=below,
             scrubbing=scrubbing,
+            refusals=sessions.refusals,
         )
         filler = None
         if config.host.populate and first.host.shards:
@@ -755,7 +756,7 @@ def failed(error: BaseException) -> Failed:
 
 
 def raise_file_limit() -> None:
-    """A member costs four descriptors; the soft limit of 1,024 is for select(), which nothing here uses."""
+    """A member costs several; the soft limit of 1,024 is for select(), which nothing here uses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

@@ -34,6 +34,7 @@ from sglcache.memory.geometry import (
     companions_of,
 )
 from sglcache.memory.journal_form import Shape
+from sglcache.server.doors import FDS_PER_CONNECTION
 from sglcache.server.tenants import limits_of
 from sglcache.units import Tier
 
@@ -42,6 +43,7 @@ CAP_IPC_LOCK = 14
 SUPERVISOR_BYTES = 50 << 20
 RATIO = "host.pool_ratio"
 QUARTER = 1 / WINDOW_SHARE  # of the device's pages, where nothing else is said
+RANK_FDS = 64  # beside connections
 RANK_BYTES = 60 << 20  # before its index grows
 
 
@@ -58,6 +60,7 @@ class Machine(NamedTuple):
     ram: Limit
     cgroup: Limit | None = None  # the least of this process's and those above it
     memlock: Limit | None = None  # RLIMIT_MEMLOCK, unless we may do without
+    max_fds: int | None = None  # the hard RLIMIT_NOFILE, up to which a rank raises its own
 
 
 def machine(root: Path = Path("/")) -> Machine:
@@ -66,7 +69,8 @@ def machine(root: Path = Path("/")) -> Machine:
     limits = list(_cgroup_limits(root))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     memlock = None if soft == resource.RLIM_INFINITY or _may_lock(root) else Limit(soft, "RLIMIT_MEMLOCK")
-    return Machine(ram, min(limits, default=None), memlock)
+    _, fds = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Machine(ram, min(limits, default=None), memlock, None if fds == resource.RLIM_INFINITY else fds)
 
 
 def _cgroup_limits(root: Path) -> Iterator[Limit]:
@@ -227,6 +231,16 @@ class Room(NamedTuple):
                 f"a rank pins {told(most)}, and {memlock.name} is {told(memlock.num_bytes)}: CUDA does not count "
                 "against it, but what registers memory for RDMA does; raise it with `ulimit -l unlimited`, "
                 "LimitMEMLOCK=infinity in a unit, or --ulimit memlock=-1 of a container"
+            )
+        connections = self.config.limits.max_connections
+        fds = connections * FDS_PER_CONNECTION + RANK_FDS
+        if there.max_fds is not None and fds > there.max_fds:
+            fit = max(1, (there.max_fds - RANK_FDS) // FDS_PER_CONNECTION)
+            found.append(
+                f"limits.max_connections = {connections} takes {fds} file descriptors, {FDS_PER_CONNECTION} for each "
+                f"runner, and RLIMIT_NOFILE is {there.max_fds}: beyond {fit} of them others are refused; raise it with "
+                "`ulimit -Hn`, LimitNOFILE= in a unit, or --ulimit nofile= of a container, or lower "
+                "limits.max_connections"
             )
         if len({rank.tiers[0].num_tokens for rank in self.ranks}) > 1:
             least = min(self.ranks, key=lambda rank: rank.tiers[0].num_tokens)

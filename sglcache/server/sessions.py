@@ -22,7 +22,7 @@ import os
 import select
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
 from sglcache.errors import (
     BadRequest,
+    Busy,
     Changed,
     Forbidden,
     ProtocolError,
@@ -43,7 +44,6 @@ from sglcache.errors import (
     SglcacheError,
     TooSlow,
     TransferError,
-    Unavailable,
     UnknownSession,
     with_article,
 )
@@ -52,7 +52,15 @@ from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
 from sglcache.server.checks import Check, NotHere, NotNow
 from sglcache.server.connection import Connection, Handlers
 from sglcache.server.limits import Limits
-from sglcache.server.listener import Peer, check_version, close_fds, refuse
+from sglcache.server.listener import (
+    NONE_LEFT,
+    Peer,
+    Refusals,
+    check_version,
+    close_fds,
+    most_common,
+    out_of_descriptors,
+)
 from sglcache.server.loads import Load
 from sglcache.server.owner import Owner
 from sglcache.server.tenants import KEYS
@@ -72,6 +80,7 @@ RECLAIMS = 16  # deaths that are remembered
 
 RUNNER, SCHEDULER, WORKER, OBSERVER, ADMIN = "runner", "scheduler", "worker", "observer", "admin"
 WITHOUT_SESSION = (OBSERVER, ADMIN)
+KEPT_PLACES = 8  # beyond `max_connections`, for observers and admins
 
 
 class OfferedCompanion(NamedTuple):
@@ -553,6 +562,7 @@ class Sessions:
         self.set_tenant = set_tenant
         self.checks = checks
         self.members: set[Member] = set()  # connected, or kept until its uses are over
+        self.refusals = Refusals(owner.loop)
         self.num_attached = 0  # since the start
         self.num_deaths = 0
         self.reclaims: deque[Reclaim] = deque(maxlen=RECLAIMS)  # the last ones
@@ -576,7 +586,12 @@ class Sessions:
         try:
             member = self._attach(peer, hello)
         except SglcacheError as error:
-            refuse(peer, error)
+            self.refusals.refuse(peer, error)
+            return
+        except OSError as exc:
+            if exc.errno not in NONE_LEFT:
+                raise
+            self.refusals.refuse(peer, out_of_descriptors())
             return
         try:
             self._send_welcome(peer, member)
@@ -595,7 +610,7 @@ class Sessions:
         """Check everything before anything is changed; from the first change on nothing fails."""
         _check_hello(peer, hello, self.offer.geometry.num_shards)
         limits = self.limits
-        limits.check_count("connections", len(self.members), "max_connections")
+        self._check_place(peer, hello)
         limits.check_count("events", hello.num_events - 1, "max_events")
         if hello.role in (RUNNER, SCHEDULER):
             limits.check_count("sessions", len(self._by_id), "max_sessions")
@@ -610,7 +625,7 @@ class Sessions:
                 member.load_doorbell = self.load_ring.join()
             except OSError as exc:
                 ring.close()
-                raise Unavailable(f"this daemon is out of descriptors: {exc}") from exc
+                raise out_of_descriptors() from exc
             peer.fds = []
             close_fds([memfd])
             member.ring = ring
@@ -635,6 +650,24 @@ class Sessions:
         self.members.add(member)
         peer.pidfd = -1  # the member's now
         return member
+
+    def _check_place(self, peer: Peer, hello: control.Hello) -> None:
+        """Busy: there are `max_connections`. A few more are for who looks and mends, from a process that has no other:
+        so whoever fills all places, an operator can see it and end it."""
+        most, count = self.limits.config.max_connections, len(self.members)
+        if count < most:
+            return
+        pids = Counter(member.pid for member in self.members)
+        if hello.role in WITHOUT_SESSION and count < most + KEPT_PLACES and peer.pid not in pids:
+            return
+        facts, words = most_common(pids)
+        raise Busy(
+            f"there are {count} connections ({words}), and max_connections is {most}; close some, or raise "
+            "limits.max_connections",
+            connections=count,
+            max_connections=most,
+            holders=facts,
+        )
 
     def _join(self, hello: control.Hello) -> Session:
         session = self._by_token.get(hello.session)
@@ -847,6 +880,7 @@ class Sessions:
 
     def close(self) -> None:
         """Let go of everyone."""
+        self.refusals.tell()
         for task in self._adopting:
             task.cancel()
         for member in list(self.members):

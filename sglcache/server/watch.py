@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the supervisor knows troubles by their names alone
     from sglcache.core.index import Index
     from sglcache.memory.engine import LaneStats
     from sglcache.net.publisher import Publisher
+    from sglcache.server.listener import Refusals
     from sglcache.server.owner import Owner
     from sglcache.server.scrubbing import Scrubbing
     from sglcache.server.sessions import Sessions
@@ -47,6 +48,7 @@ WORDS = {
     "stream": "batches do not leave for the live stream",
     "reader": "the reader of a replay takes none of it",
     "numbers": "numbers of the stream can't be reserved",
+    "descriptors": "there is no file descriptor for another connection",
     "loop": "the event loop stood still",
     "corrupt": "the host tier's memory is suspect",
 }
@@ -123,6 +125,7 @@ class Watch:
         publisher: Publisher | None,
         owner: Owner,
         third: ThirdTier | None,
+        refusals: Refusals,
         scrubbing: Scrubbing | None = None,
     ) -> None:
         self.config = config
@@ -134,6 +137,7 @@ class Watch:
         self.owner = owner
         self.third = third
         self.scrubbing = scrubbing
+        self.refusals = refusals
         self.stalls = Stalls(loop, config.loop_stall_s)
         self.troubles: list[Trouble] = []
         self.oldest: dict[str, float] = {}  # by kind, seconds; of what there is nothing, 0
@@ -149,6 +153,7 @@ class Watch:
             "stream": config.stream_s,
             "reader": config.reader_s,
             "numbers": config.numbers_s,
+            "descriptors": 0.0,
             "loop": 0.0,
             "corrupt": 0.0,
         }
@@ -225,6 +230,8 @@ class Watch:
                 yield Oldest("reader", self._since(("reader", identity), taken, now, seen), {})
         if (why := self.owner.numbers_fail) is not None:
             yield Oldest("numbers", self._since("numbers", "failing", now, seen), {"why": why})
+        if (since := self.refusals.none_since()) is not None:
+            yield Oldest("descriptors", now - since, {"connections": len(self.sessions.members)})
         stall = self.stalls.last
         if stall is not None and now - stall[0] < STALL_TOLD_S:
             yield Oldest("loop", stall[1], {})

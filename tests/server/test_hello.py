@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import random
+import resource
 import select
 import socket as sockets
 import stat
@@ -18,7 +19,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sglcache.errors import BadRequest, ConfigError, Forbidden, ProtocolError, SessionEnded, UnknownSession
+from sglcache.client import Client
+from sglcache.errors import BadRequest, Busy, ConfigError, Forbidden, ProtocolError, SessionEnded, UnknownSession
 from sglcache.memory.rings import EventRing
 from sglcache.server import listener as listeners
 from sglcache.server.listener import Listener, Peer
@@ -361,6 +363,51 @@ def num_descriptors(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
 
+# -- too many --------------------------------------------------------------------------------------------
+
+
+def test_who_finds_too_many_that_say_nothing_is_told_who_they_are(daemon: Daemon) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(listeners.MAX_WAITING):
+            sock = stack.enter_context(sockets.socket(sockets.AF_UNIX))
+            sock.connect(os.fspath(daemon.socket))
+        with pytest.raises(Busy, match=f"have not said hello \\(pid {os.getpid()} has 256\\)") as told:
+            daemon.client()
+        assert told.value.silent == told.value.max_silent == listeners.MAX_WAITING
+        assert told.value.holders == [{"pid": os.getpid(), "connections": listeners.MAX_WAITING}]
+    until(lambda: _attaches(daemon))
+
+
+def _attaches(daemon: Daemon) -> bool:
+    try:
+        with daemon.observer():
+            return True
+    except Busy:
+        return False
+
+
+def test_a_daemon_without_descriptors_says_so_and_is_in_trouble_until_it_has_one(tmp_path: Path) -> None:
+    with Daemon(tmp_path) as daemon, daemon.client() as first:
+        _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        for more in range(5):  # whichever of a connection's descriptors is the one too many
+            limit = 1 + max(map(int, os.listdir(f"/proc/{daemon.pid}/fd"))) + more
+            resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (limit, hard))
+            crowd = contextlib.ExitStack()
+            with pytest.raises(Busy, match="file descriptors") as told:  # noqa: PT012
+                while True:
+                    crowd.enter_context(daemon.client())
+            assert told.value.max_descriptors == limit
+            until(lambda: "descriptors" in troubles(first))
+            crowd.close()
+            resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (hard, hard))
+            until(lambda: "descriptors" not in troubles(first))
+        first.ping()
+
+
+def troubles(client: Client) -> list[str]:
+    return [trouble["what"] for trouble in client.status()["troubles"]]
+
+
 # -- pieces, in this process -----------------------------------------------------------------------------
 
 
@@ -384,6 +431,29 @@ def test_a_silent_peer_is_refused_in_time(tmp_path: Path, monkeypatch: pytest.Mo
         listener.close()
 
     asyncio.run(main())
+
+
+def test_many_that_are_refused_alike_are_one_line_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listeners, "HELLO_TIMEOUT_S", 0.01)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        listener = Listener(loop, tmp_path / "socket", lambda peer, hello: None)
+        listener.open()
+        crowd = [sockets.socket(sockets.AF_UNIX) for _ in range(20)]
+        for sock in crowd:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, os.fspath(tmp_path / "socket"))
+        for sock in crowd:
+            assert await loop.sock_recv(sock, 4096)
+            sock.close()
+        listener.close()
+
+    asyncio.run(main())
+    lines = [record.getMessage() for record in caplog.records if record.name == "sglcache.listener"]
+    assert lines == [f"refused 20 connections (pid {os.getpid()} has 20): no hello within 0.01 s"]
 
 
 def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,8 +177,13 @@ def test_leases_sessions_connections_and_events_are_counted(small: Daemon, clien
             small.client()
         for _ in range(6):
             stack.enter_context(small.observer())
-        with pytest.raises(Busy, match="max_connections"), small.observer():
+        with pytest.raises(Busy, match=f"pid {os.getpid()} has 12") as full, small.observer():
             pass
+        assert full.value.max_connections == 12
+        assert full.value.holders == [{"pid": os.getpid(), "connections": 12}]
+        # An operator's process, which has none, has a place.
+        command = [sys.executable, "-m", "sglcache", "ping", "--socket", str(small.socket)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
 def test_a_pin_lasts_no_longer_and_keeps_no_more_than_is_given(client: Client) -> None:

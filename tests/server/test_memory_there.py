@@ -245,6 +245,13 @@ def test_little_locked_memory_is_told_of_where_memory_is_pinned() -> None:
     assert weighed("pool.device=cuda", "host.size=8 MiB").warnings(there) == []
 
 
+def test_more_connections_than_descriptors_are_told_of() -> None:
+    (warning,) = weighed("limits.max_connections=1000").warnings(Machine(PLENTY, max_fds=4063))
+    assert "max_connections = 1000 takes 4064 file descriptors" in warning
+    assert "RLIMIT_NOFILE is 4063: beyond 999 of them" in warning
+    assert weighed("limits.max_connections=1000").warnings(Machine(PLENTY, max_fds=4064)) == []
+
+
 def test_stages_of_different_sizes_are_told_which_counts() -> None:
     stages = "parallel.stages=[{num_tokens = 320}, {num_tokens = 160}]"
     (warning,) = weighed("parallel.pp_size=2", stages).warnings(Machine(PLENTY))
