@@ -338,6 +338,7 @@ class Index:
         self._next_id = 1
         self._effects: list[Effect] = []
         self._waiting: deque[_Waiting] = deque()
+        self._late = 0  # of those in line, who is being refused because its time is over
         self._stuck: tuple[int, ...] | None = None  # the revision at which the first of them had to wait for a copy
         self.line = Line(config.max_waiting, config.max_waiting_of_session)  # who waits for what others lock
         self._tried: tuple[int, ...] | None = None  # the revision at which there was no room for the first in line
@@ -1732,8 +1733,9 @@ class Index:
             ticket = self.writes[0].id
             more = {"copy": ticket, "in_copies": self._locked_by_copies((), None, 0)}
             remedy = f"copy {ticket} to the host does not end, and {more['in_copies']} pages wait for it; {remedy}"
-        if self.line:
-            remedy = f"{len(self.line)} wait for room; {remedy}"
+        others = len(self.line) - self._late
+        if others:
+            remedy = f"{others} {'other waits' if others == 1 else 'others wait'} for room; {remedy}"
         return NoSpace(
             f"{name}/DEVICE: need {need} {what}; of {pool.total}, {pool.free} are free, {pool.cached} cached and "
             f"{locked} of these locked, {pool.leased} leased, {pool.fenced} fenced, {promised} promised; {remedy}",
@@ -1747,7 +1749,7 @@ class Index:
             fenced=pool.fenced,
             promised=promised,
             total=pool.total,
-            waiting=len(self.line),
+            waiting=others,
             **more,
         )
 
@@ -2069,6 +2071,7 @@ class Index:
             late = [standing for standing in late if standing in self.line]
         told = self._held()
         for standing in late:
+            self._late = 1  # it is in line still while it is told how many others are
             place = self.line.place(standing)
             if standing.retry is None:
                 self._turn_away(standing, now, {**told, "place": place})
@@ -2079,6 +2082,7 @@ class Index:
             self._leave_line(standing)
             self.counters["refused"] += 1
             self.wake(standing.session, standing.request, error)
+        self._late = 0
         over = [waiting for waiting in self._waiting if waiting.deadline <= now]
         if over and self.writes:
             self._distrusted = self.backups.num_over

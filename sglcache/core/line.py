@@ -185,9 +185,15 @@ class Line:
         mine = len(self.extends.of(standing.session)) + len(self.acquires.of(standing.session))
         num_bytes = self._num_bytes + standing.num_bytes
         if len(self) >= self.max_in_all or mine >= self.max_of_session or num_bytes > MAX_BYTES:
+            full = f"{len(self)} commands wait for room, and limits.max_waiting is {self.max_in_all}"
+            if mine >= self.max_of_session:
+                full = f"{mine} commands of this session wait for room, and limits.max_waiting_per_session is "
+                full += f"{self.max_of_session}"
+            elif len(self) < self.max_in_all:
+                full = f"what the commands that wait for room have to say takes {num_bytes} bytes with this one's, and "
+                full += f"{MAX_BYTES} may be kept"
             raise Busy(
-                f"{len(self)} commands wait for room, {mine} of them this session's, and {self.max_in_all} and "
-                f"{self.max_of_session} may; refuse requests, or raise limits.max_waiting",
+                f"{full}: nothing was queued; send fewer at once, or try again later",
                 waiting=len(self),
                 waiting_of_session=mine,
                 max_waiting=self.max_in_all,

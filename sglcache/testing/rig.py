@@ -659,7 +659,7 @@ class Rig:
                     self._turned_away += 1
                     assert result.waited_s == self.time - each.since
                     assert result.place == place, f"{result!r}; {each} has place {place}"
-                    assert result.waiting == len(self.line)
+                    assert result.waiting == len(self.line) - 1, "others"
             else:
                 assert isinstance(result, Changed), f"{result!r} of {each}"
         self.line.remove(each, served=False)

@@ -142,7 +142,7 @@ def test_a_deadline_refuses_with_the_numbers_as_of_then() -> None:
     r.expire(7.25)
     error = refusal(r, early)
     assert isinstance(error, NoSpace)
-    assert (error.waited_s, error.place, error.waiting, error.need, error.leased) == (2.25, 1, 2, 4, 10)
+    assert (error.waited_s, error.place, error.waiting, error.need, error.leased) == (2.25, 1, 1, 4, 10)
     assert error.holders == [{"session": one.id, "leases": 1, "pages": 10, "pinned_pages": 0, "ended": False}]
     assert "it waited 2.25 s" in error.message
     r.expire(9.0)
