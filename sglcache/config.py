@@ -1426,6 +1426,16 @@ def _general(dotted: str) -> str:
     return ".".join([section, *(rest[-1:] if section == "tenants" else rest)])
 
 
+def _particular(known: str, written: str) -> str:
+    """A key as `keys` has it, with the tenant's name or the stage's number that `written` has."""
+    parts = written.split(".")
+    for section in ("tenants", "parallel.stages"):
+        depth = section.count(".") + 1
+        if known.startswith(f"{section}.") and written.startswith(f"{section}.") and len(parts) > depth + 1:
+            return f"{section}.{'.'.join(parts[depth:-1])}.{known.rpartition('.')[2]}"
+    return known
+
+
 def _default_of(dotted: str) -> Any:
     """As a file has it: a size is text."""
     return keys().get(_general(dotted))
@@ -1447,13 +1457,13 @@ def _default(dotted: str) -> str:
 
 
 def _suggest(dotted: str) -> str:
-    known, dotted = list(keys()), _general(dotted)
+    known, written, dotted = list(keys()), dotted, _general(dotted)
     same_name = [key for key in known if key.rpartition(".")[2] == dotted.rpartition(".")[2]]
     nearest = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75) or same_name[:1]
     sections = list(dict.fromkeys(key.rpartition(".")[0] for key in known if "." in key))
     section = dotted.rpartition(".")[0]
     if nearest:
-        return f"did you mean {nearest[0]}?"
+        return f"did you mean {_particular(nearest[0], written)}?"
     if "." not in dotted and (near := difflib.get_close_matches(dotted, sections, n=1)):
         return f"did you mean [{near[0]}]?"
     inside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]

@@ -185,7 +185,7 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         (
             "parallel.stages=[{num_layer = 3}]",
             "parallel.stages.0.num_layer",
-            "did you mean parallel.stages.num_layers?",
+            "did you mean parallel.stages.0.num_layers?",
         ),
         ("parallel.stages=[{num_layers = 0}]", "parallel.stages.0.num_layers", "or a [window]"),
         ("parallel.stages=[{num_layers = -1}]", "parallel.stages.0.num_layers", "greater than or equal to 0"),
@@ -193,6 +193,7 @@ def test_an_override_without_a_key_or_a_value_is_refused(text: str) -> None:
         ("parallel.stages=[{mamba_num_slots = 9}]", "parallel.stages.0.mamba_num_slots", "is of [mamba], and there"),
         ("pool.num_layers=0", "pool.num_layers", "write how many layers keep every token's KV, or a [window]"),
         ("window.num_layers=3", "window.size", "window.size is missing: tokens that a query sees"),
+        ("tenants.chat.ceiling=5", "tenants.chat.ceiling", "did you mean tenants.chat.host_ceiling?"),
         ("windw.size=3", "windw", "did you mean [window]?"),
         ("mamba.slots=3", "mamba.num_layers", "did you mean mamba.num_slots?"),
         (
