@@ -7,11 +7,14 @@ module: the supervisor does so once the ranks are on their way, and without `[ht
 from __future__ import annotations
 
 import json
+import logging
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus's
 SHUTDOWN_S = 1.0  # what a request that is under way gets when the daemon stops
@@ -33,6 +36,18 @@ class Pages(Protocol):
         """In Prometheus's text format."""
 
 
+class _Log(logging.LoggerAdapter[logging.Logger]):
+    """aiohttp's, for whom what a peer gets wrong is an error, with a traceback: anybody could fill the log so."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+        error = exc_info if isinstance(exc_info, BaseException) else sys.exc_info()[1]
+        if isinstance(error, HttpProcessingError):
+            first, *_ = str(error.message).splitlines() or [""]
+            self.debug("a malformed request was refused: %s", first)
+        else:
+            super().exception(msg, *args, exc_info=exc_info, **more)
+
+
 class HttpServer:
     """Serves on sockets that listen already, which stay the caller's, from `start` to `stop`."""
 
@@ -45,7 +60,13 @@ class HttpServer:
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/digest", self._digest)
         app.router.add_get("/metrics", self._metrics)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=SHUTDOWN_S,
+            logger=_Log(logging.getLogger("sglcache.http"), {}),
+        )
 
     async def start(self) -> None:
         await self._runner.setup()
