@@ -394,7 +394,9 @@ def _show_ranks(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         counters = row.get("counters", {})
         pools = [pool for pool in row.get("pools", ()) if pool["resource"] == "full"]
-        cached = {pool["tier"]: _share(pool["cached"], pool["total"]) for pool in pools}
+        cached = {}
+        if row["state"] != "stuck":  # what it said last is no news
+            cached = {pool["tier"]: _share(pool["cached"], pool["total"]) for pool in pools}
         violations = row.get("violations")
         table.add_row(
             *(str(row[name]) for name in ("rank", "dp_rank", "pp_rank", "state")),

@@ -95,7 +95,7 @@ def _facts(weighed: room.Room, seats: list[Seat], there: room.Machine, disk: roo
         ],
         "disk": {**disk._asdict(), "path": str(disk.path)} if disk is not None else None,
         "daemon_bytes": weighed.daemon_bytes,
-        "limits": [limit._asdict() for limit in there if limit is not None],
+        "limits": [limit._asdict() for limit in there if isinstance(limit, room.Limit)],
         "warnings": [*weighed.warnings(there), *(disk.warnings if disk is not None else [])],
     }
 

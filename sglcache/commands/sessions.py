@@ -47,7 +47,7 @@ def sessions(socket: Path | None, rank: str | None, as_json: bool) -> int:
 
     def work(target: Target) -> None:
         if target.row.get("state", "ok") not in ("ok", "draining"):  # one that hangs does not answer
-            raise Unavailable(f"it is {target.row['state']}, and tells nothing")
+            raise Unavailable(_silent(target.row))
         with observer_of(target.socket) as client:
             found = client.status()["sessions"]
         rows.append({"rank": target.offset or 0, "sessions": found})
@@ -61,6 +61,17 @@ def sessions(socket: Path | None, rank: str | None, as_json: bool) -> int:
     elif not code and not any(row["sessions"] for row in rows):
         click.echo("nobody is attached")
     return code and EXIT_UNAVAILABLE
+
+
+def _silent(row: dict[str, Any]) -> str:
+    """Of a rank that can't be asked."""
+    words = f"rank {row['rank']} (pid {row['pid']}) is {row['state']}, and can't say who holds what"
+    if row["state"] != "stuck":
+        return f"{words}; `sglcache status` says why, ask again when it serves"
+    return (
+        f"{words}: no sign of life for {row['silent_s']} s; if it is stopped, let it go on (kill -CONT {row['pid']}), "
+        f"else end it (kill -9 {row['pid']}): it is started again"
+    )
 
 
 def _show(row: dict[str, Any], where: str) -> None:

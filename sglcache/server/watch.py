@@ -230,8 +230,8 @@ class Watch:
                 yield Oldest("reader", self._since(("reader", identity), taken, now, seen), {})
         if (why := self.owner.numbers_fail) is not None:
             yield Oldest("numbers", self._since("numbers", "failing", now, seen), {"why": why})
-        if (since := self.refusals.none_since()) is not None:
-            yield Oldest("descriptors", now - since, {"connections": len(self.sessions.members)})
+        if (none_since := self.refusals.none_since()) is not None:
+            yield Oldest("descriptors", now - none_since, {"connections": len(self.sessions.members)})
         stall = self.stalls.last
         if stall is not None and now - stall[0] < STALL_TOLD_S:
             yield Oldest("loop", stall[1], {})

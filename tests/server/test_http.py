@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sglcache import paths
+from sglcache import paths, ranks
 from sglcache.errors import ConfigError, Unavailable
 from sglcache.memory.mapping import create_memfd
 from sglcache.ranks import ask
@@ -86,6 +86,48 @@ def test_a_wrong_request_is_told_as_json(method: str, path: str, status: int) ->
             assert (await answer.json())["error"]["code"] == "http"
 
     serve(test)
+
+
+def test_a_supervisor_that_is_stopped_is_told_from_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "ANSWER_S", 0.05)
+    path = tmp_path / "supervisor.sock"
+    with pytest.raises(Unavailable, match="no supervisor answers"):
+        ask(path)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(str(path))
+        stopped.listen(0)
+        with pytest.raises(Unavailable, match=f"\\(pid {os.getpid()}\\) is there, and does not answer") as told:
+            ask(path)
+        assert told.value.pid == os.getpid()
+        with pytest.raises(Unavailable, match="is there, and does not answer"):
+            ask(path)  # and who is before it has not been accepted, either
+
+
+def test_a_malformed_request_is_no_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(pages: FakePages, session: aiohttp.ClientSession) -> None:
+        url = session._base_url
+        assert url is not None
+        for junk in (b"\x16\x03\x01junk\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET / HTTP/1.1\r\nA b: c\r\n\r\n") * 3:
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(junk)
+            assert b" 400 " in await reader.readline()
+            writer.close()
+
+    with caplog.at_level("INFO"):
+        serve(test)
+    assert not [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+
+
+def test_a_defect_of_a_page_is_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(pages: FakePages, session: aiohttp.ClientSession) -> None:
+        async with session.get("/digest") as answer:  # these pages have none
+            assert answer.status == 500
+
+    serve(test)
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
 
 
 def test_a_port_that_is_taken_is_a_config_error_with_the_remedy() -> None:
