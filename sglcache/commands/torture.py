@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from sglcache import config as configs
 from sglcache.cli import EXIT_FAILED, Number, json_option
@@ -20,6 +21,7 @@ from sglcache.torture import faults, report, run, schedule
 
 LINE_EVERY_S = 10.0  # of progress, where that is no terminal
 DEFAULT_KIND = "hiradix"
+BESIDE_REPLAY = ("--replay", "--indexer", "--keep", "--json")
 
 
 @click.command()
@@ -58,7 +60,7 @@ DEFAULT_KIND = "hiradix"
 @click.option("--rate", type=Number(min=0.01, max=50), default=2.0, show_default=True, help="Faults a second, about.")
 @click.option("--kills", type=click.IntRange(min=1), metavar="N", help="End after so many kills.")
 @click.option("--workers", type=click.IntRange(1, 64), metavar="TP", help="pool.num_shards: workers of a scheduler.")
-@click.option("--ranks", metavar="DPxPP", help="parallel.dp_size and pp_size, such as 2x1.")
+@click.option("--ranks", metavar="DPxPP", help="parallel.dp_size and pp_size, both: 3x1 are three ranks.")
 @click.option(
     "--storage", type=click.Choice(("none", "file", "mooncake")), help="The third tier; by default as configured."
 )
@@ -105,8 +107,13 @@ def torture(
     page must be free or cached, the event stream must say what the index holds, and memory and descriptors must be what
     they were. Exits 1 with the first thing that is not so, its seed and its schedule.
     """
+    given = _given()
     if file is not None and kind is not None:
         raise click.UsageError("--config has a kind already; leave --kind out")
+    if replayed is not None and (others := [each for each in given if each not in BESIDE_REPLAY]):
+        raise click.UsageError(f"--replay does what its file says; leave {', '.join(others)} out")
+    if operations is not None and (others := [each for each in ("--seconds", "--kills") if each in given]):
+        raise click.UsageError(f"--operations says when it ends; leave {' and '.join(others)} out")
     if replayed is not None:
         recorded, planned = schedule.read(replayed)
         options = run.Options(
@@ -156,6 +163,16 @@ def torture(
     return 0 if found.ok else EXIT_FAILED
 
 
+def _given() -> list[str]:
+    """The options that were written, in the words of --help."""
+    context = click.get_current_context()
+    return [
+        option.opts[0]
+        for option in context.command.params
+        if option.name is not None and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+    ]
+
+
 def _config(file: Path | None, kind: str, seed: int, workers: int | None, ranks: str | None) -> dict[str, Any]:
     """As a file has it. ConfigError; UsageError: --ranks is not two numbers."""
     if file is not None:
@@ -166,9 +183,9 @@ def _config(file: Path | None, kind: str, seed: int, workers: int | None, ranks:
         data.setdefault("pool", {})["num_shards"] = workers
     if ranks is not None:
         dp_size, x, pp_size = ranks.partition("x")
-        if not (dp_size.isdigit() and (pp_size.isdigit() or not x)):
+        if not (x and dp_size.isdecimal() and pp_size.isdecimal()):
             raise click.UsageError(f"--ranks {ranks}: write DPxPP, such as 2x1")
-        data["parallel"] = {**data.get("parallel", {}), "dp_size": int(dp_size), "pp_size": int(pp_size or 1)}
+        data["parallel"] = {**data.get("parallel", {}), "dp_size": int(dp_size), "pp_size": int(pp_size)}
     return data
 
 
