@@ -474,8 +474,9 @@ class Answers(Decoder):
 
     def detach(self) -> None:
         if self.client is not None and self.there is not None:
+            # Without a goodbye: nobody would answer it, nor whether the daemon serves on where the connection is lost.
+            self.client._let_go("detached")
             self.there.close()
-            self.client.close()
             self.client = self.there = None
 
     def feed(self, data: bytes) -> None:
@@ -517,7 +518,7 @@ class Answers(Decoder):
         there.send(control.frame(control.Granted(pending.request, 1, 0, 0, bytes(40))))
         assert pending.wait().matched_tokens == 0
         there.close()
-        client.close()
+        client._let_go("over")
 
     def close(self) -> None:
         self.detach()
