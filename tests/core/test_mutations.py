@@ -1045,8 +1045,8 @@ MUTATIONS = [
         "there is no end to those who may wait",
         line.Line,
         "stand",
-        "mine >= self.max_of_session",
-        "False",
+        "len(self) >= self.max_in_all or mine >= self.max_of_session or",
+        "",
         by=in_line.test_a_bounded_number_may_wait_and_what_is_beyond_is_busy,
     ),
     mutation(
