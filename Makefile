@@ -58,9 +58,9 @@ endif
 endif
 
 models: $(STAMP) ## real models on a daemon's pages, of every kind of layer: the same words from every tier
-	@$(BIN)/python -m pytest -m models tests/integrations -n auto --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m models tests/integrations tests/test_demo.py tests/test_integrate.py -n auto --dist loadfile $(ARGS)
 
-survive: $(STAMP) ## deaths at every point, a million bad inputs, overload: nothing lost, leaked or stuck
+survive: $(STAMP) ## deaths at every point, bad input, overload: nothing lost, leaked or stuck
 	@$(BIN)/python -m pytest -m survive tests/survive -n auto --dist loadfile $(ARGS)
 
 torture: $(STAMP) ## break a daemon in every way for ninety seconds; ARGS="--seconds 600 --kind unified"

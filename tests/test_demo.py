@@ -10,6 +10,9 @@ import pytest
 pytest.importorskip("transformers")
 
 
+pytestmark = pytest.mark.models
+
+
 @pytest.mark.timeout(240)  # two processes import torch, one after the other
 def test_the_demo_goes_as_it_should() -> None:
     done = subprocess.run([sys.executable, "-m", "sglcache", "demo"], capture_output=True, text=True, check=False)

@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sglcache.testing.daemon import Daemon
+
+pytestmark = pytest.mark.models
 
 PAGE = Path(__file__).parents[1] / "docs" / "integrate.md"
 POOL = {"page_size": 16, "num_tokens": 4096, "num_layers": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": "float16"}
