@@ -61,7 +61,7 @@ models: $(STAMP) ## real models on a daemon's pages, of every kind of layer: the
 	@$(BIN)/python -m pytest -m models tests/integrations tests/test_demo.py tests/test_integrate.py -n auto --dist loadfile $(ARGS)
 
 survive: $(STAMP) ## deaths at every point, bad input, overload: nothing lost, leaked or stuck
-	@$(BIN)/python -m pytest -m survive tests/survive -n auto --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m survive tests -n auto --dist loadfile $(ARGS)
 
 torture: $(STAMP) ## break a daemon in every way for ninety seconds; ARGS="--seconds 600 --kind unified"
 	@$(BIN)/sglcache torture $(ARGS)

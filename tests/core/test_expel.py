@@ -22,6 +22,8 @@ from sglcache.testing import hybrid_programs, lives
 from sglcache.testing.planting import plant
 from sglcache.units import Tier
 
+pytestmark = pytest.mark.survive
+
 DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
 KINDS = ("full", "swa", "mamba", "unified")
 

@@ -30,6 +30,8 @@ from sglcache.testing.lives import Lives, map_new, run
 from sglcache.testing.programs import SeededChooser
 from sglcache.units import Tier
 
+pytestmark = pytest.mark.survive
+
 DEEP = int(os.environ.get("SGLCACHE_DEEP", "0"))
 
 VARIANTS: dict[str, dict[str, Any]] = {

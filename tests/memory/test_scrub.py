@@ -26,6 +26,8 @@ from sglcache.testing.lives import map_new
 from sglcache.testing.planting import plant
 from sglcache.wire.control import StateForm
 
+pytestmark = pytest.mark.survive
+
 FAST = 1 << 40  # bytes a second: as fast as it can be
 PAGES = 6
 

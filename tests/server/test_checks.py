@@ -26,6 +26,8 @@ from sglcache.testing.daemon import Daemon
 from sglcache.testing.lives import Lives
 from sglcache.wire import control
 
+pytestmark = pytest.mark.survive
+
 
 def found_by(check: Callable[[list[str]], Iterator[int]]) -> list[str]:
     found: list[str] = []

@@ -16,6 +16,8 @@ from sglcache.errors import Forbidden, SessionEnded, UnknownSession
 from sglcache.memory.rings import EventRing
 from sglcache.testing.daemon import Daemon, Puppet, until
 
+pytestmark = pytest.mark.survive
+
 TOKENS = "list(range(64))"  # 16 pages
 
 

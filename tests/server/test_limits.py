@@ -20,6 +20,8 @@ from sglcache.errors import BadRequest, Busy, Cancelled, NoSpace, ProtocolError,
 from sglcache.testing.daemon import Daemon, until
 from sglcache.wire import control
 
+pytestmark = pytest.mark.survive
+
 P = 4
 PAGES = 32
 LIMITS: dict[str, Any] = {

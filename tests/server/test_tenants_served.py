@@ -19,6 +19,8 @@ from sglcache.server import room
 from sglcache.server.tenants import limits_of
 from sglcache.testing.daemon import SMALL, Daemon
 
+pytestmark = pytest.mark.survive
+
 TENANTS: dict[str, Any] = {
     "quiet": {"device_floor": 4 * 64, "host_floor": "25%"},
     "noisy": {"host_ceiling": "50%"},
