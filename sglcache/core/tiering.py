@@ -349,13 +349,16 @@ class Backups:
         if self.index.tenants is not None:
             self.index.tenants.leaving(ticket.end, -ticket.demote)
         index, lock = self.index, len(self.index.pools) + DEVICE
-        for node in reversed(self.sent(ticket.end, ticket.demote)):
-            if node.parent is None or node.cells[lock] or not self._is_leaf(node):
-                return
+        node, left = ticket.end, ticket.demote * index.page_bytes
+        while left and node.parent is not None and not node.cells[lock] and self._is_leaf(node):
+            if node.num_bytes > left:  # its copy came to nothing, and it was joined with what is above it
+                index.tree.split(node, node.num_bytes - left)
+            left -= node.num_bytes
             parent = node.parent
             index.drop(DEVICE, node)
             if index.companions is not None:
                 index.companions.dropped(node, parent)
+            node = parent
 
     def _is_leaf(self, node: Node) -> bool:
         """Whether no child is on the device. Of one with very many children it may be said that it is none."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglcache.core import invariants
-from sglcache.core.effects import Copy, Grant
+from sglcache.core.effects import Copy, Grant, Wake
 from sglcache.core.index import DEVICE, HOST, Index, IndexConfig
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import ConfigError
@@ -385,3 +385,30 @@ def test_the_worked_trace_of_write_through() -> None:
     assert brief(new_events(r)) == [("Removed", "GPU", [B, C, A])]
     r.clear(None)
     assert brief(new_events(r)) == [("AllBlocksCleared", None, None)]
+
+
+def test_what_leaves_after_a_copy_that_came_to_nothing_is_what_was_sent_whatever_it_was_joined_with() -> None:
+    """Two leaves are demoted, and the second hangs on the copy of the first. That fails, the first goes, and what is
+    left of the branch becomes one node while the second's copy is still under way."""
+    back = WritePolicy("write_back")
+    index = Index(IndexConfig(page_size=1, num_pages=4, host_pages=8, write_policy=back))
+    session = index.open_session()
+    for ticket, tokens in ((1, ids(1, 3)), (3, [1, 2, 4])):
+        grant = index.acquire(session, ticket, pack(tokens))
+        assert isinstance(grant, Grant)
+        index.commit(session, ticket, grant.lease, ticket)
+        index.release(session, ticket + 1, grant.lease, ticket + 1)
+        index.event_done(session, ticket)
+        index.event_done(session, ticket + 1)
+    index.drain()
+    assert index.acquire(session, 5, pack(ids(50, 51))) is None
+    first, second = [effect for effect in index.drain() if isinstance(effect, Copy)]
+    index.copy_done(first.ticket, ok=False)
+    assert invariants.check(index) == []
+    index.copy_done(second.ticket)
+    while index.step():
+        pass
+    assert invariants.check(index) == []
+    (wake,) = [effect for effect in index.drain() if isinstance(effect, Wake)]
+    assert isinstance(wake.result, Grant)
+    assert index.peek(pack([1, 2, 4])).matched_tokens == 2, "the page that was sent has left, and no other"
