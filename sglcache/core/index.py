@@ -218,6 +218,8 @@ class _Waiting:
     more: Sequence[int] = ()  # slots of each companion, as `num_fresh`
     patience: Patience | None = None
     standing: Standing | None = None  # while it is in line: extends alone, who have no pins
+    again: Standing | None = None  # an acquire's, that may stand in line: as what
+    counted: tuple[int, int] = (0, 0)  # an acquire's: tokens that were counted as matched, and those from the host
 
     @property
     def deadline(self) -> float:
@@ -593,19 +595,9 @@ class Index:
                 needs = companions.needs(path, partial, at, 0, total, spare)
             more = [need.num_slots for need in needs]
             crowded = crowded or companions.crowded(more) or (any(more) and others)
+        standing = None
         if crowded:
-            try:
-                if not in_turn and (num_fresh or any(more)) and self.line.holds_up(number):
-                    raise self._no_space(num_fresh, self.pools[DEVICE].locked, "wait, too, or try again later")
-                self._refuse(num_fresh, path, partial, at, number)
-                for i, need in enumerate(needs) if needs else ():
-                    self._refuse_slots(i, need)
-            except NoSpace as refusal:
-                if patience is None or patience.room is None or self._never((total, *more)):
-                    self.counters["refused"] += 1
-                    raise
-                if in_turn:
-                    raise _NotYet((num_fresh, *more), refusal) from refusal
+            if patience is not None and patience.room is not None:
                 retry = functools.partial(
                     self.acquire,
                     session,
@@ -625,6 +617,18 @@ class Index:
                     in_turn=True,
                 )
                 standing = Standing(request, s, patience, (num_fresh, *more), retry, num_bytes=length, tenant=number)
+            try:
+                if not in_turn and (num_fresh or any(more)) and self.line.holds_up(number):
+                    raise self._no_space(num_fresh, self.pools[DEVICE].locked, "wait, too, or try again later")
+                self._refuse(num_fresh, path, partial, at, number)
+                for i, need in enumerate(needs) if needs else ():
+                    self._refuse_slots(i, need)
+            except NoSpace as refusal:
+                if standing is None or self._never((total, *more)):
+                    self.counters["refused"] += 1
+                    raise
+                if in_turn:
+                    raise _NotYet(standing.need, refusal) from refusal
                 standing.aside = _at_ceiling(refusal)
                 self._stand(standing)
                 return None
@@ -670,7 +674,8 @@ class Index:
             last = path[-1] if path else None
             over = self.backups.num_over
             waiting = _Waiting(request, s, num_fresh, over, lease, last, total=total, spare=spare, more=more)
-            waiting.patience = patience
+            waiting.patience, waiting.again = patience, standing
+            waiting.counted = matched_bytes // TOKEN_BYTES, (matched_bytes - near) // TOKEN_BYTES
             self._waiting.append(waiting)
             return None
         if path and (crowded or agreement is not None):
@@ -1907,7 +1912,7 @@ class Index:
 
     def _shed(self, waiting: _Waiting) -> bool:
         """Refuse what will find too little room once copies of ours are over: of several extends each for itself, in
-        order. False: all of it."""
+        order; or have it stand in line, if it may. False: all of it."""
         remedy = "others were served or locked meanwhile; try again"
         copying = [self._in_copies((), None, 0)]
         if self.companions is not None:
@@ -1923,12 +1928,14 @@ class Index:
         if lease is not None:
             for (c, pool), need, room in zip(pools, (waiting.num_fresh, *waiting.more), rooms, strict=True):
                 if need > room:
-                    self._leave_queue(waiting)
-                    self.counters["refused"] += 1
                     if tenants is not None and c == DEVICE:
                         error = self._no_room(lease.tenant, need, tally, NOBODY, remedy, copied)
                     else:
                         error = self._no_space(need, pool.locked, remedy, 0, c)
+                    if self._back_in_line(waiting, error):
+                        return False
+                    self._leave_queue(waiting)
+                    self.counters["refused"] += 1
                     self.wake(waiting.session, waiting.request, error)
                     self._give_back(lease, used=False)
                     return False
@@ -1941,11 +1948,13 @@ class Index:
                 for (c, pool), need, room in zip(pools, needs, rooms, strict=True):
                     if need > room:
                         # What it was promised itself is no reason.
-                        self.counters["refused"] += 1
                         if tenants is not None and c == DEVICE:
                             error = self._no_room(growth.lease.tenant, need, tally, NOBODY, remedy, copied)
                         else:
                             error = self._no_space(need, pool.locked, remedy, -need, c)
+                        if self._back_in_line(waiting, error):
+                            return False
+                        self.counters["refused"] += 1
                         self._fail_growth(waiting, growth, error)
                         break
                 else:
@@ -2001,6 +2010,37 @@ class Index:
         """Busy: there are too many."""
         self.line.stand(standing)
         self._tried = None
+
+    def _back_in_line(self, waiting: _Waiting, refusal: NoSpace) -> bool:
+        """Have one that waited for copies of ours stand at the head of the line; False: it may not, or that is full.
+
+        An acquire gives back its pins, which were to keep what it had matched: whoever stands in line holds nothing.
+        """
+        patience, lease = waiting.patience, waiting.lease
+        if patience is None or patience.room is None:
+            return False
+        standing = waiting.again
+        if standing is None:
+            standing = Standing(waiting.request, waiting.session, patience, (), extends=waiting)
+            standing.tenant = waiting.wants[0][0]
+        standing.need = (waiting.num_fresh, *waiting.more)
+        standing.aside = _at_ceiling(refusal)
+        try:
+            self.line.stand(standing, first=True)
+        except Busy:
+            return False
+        self._waiting.remove(waiting)
+        self._stuck = self._tried = None
+        if lease is None:
+            waiting.standing = standing
+            return True
+        matched, from_host = waiting.counted  # it is counted when its turn comes
+        self.counters["requests"] -= 1
+        self.counters["request_tokens"] -= standing.num_bytes // TOKEN_BYTES
+        self.counters["matched_tokens"] -= matched
+        self.counters["host_matched_tokens"] -= from_host
+        self._give_back(lease, used=False)
+        return True
 
     def _leave_line(self, standing: Standing, served: bool = False) -> None:
         self.line.leave(standing, served)

@@ -7,6 +7,9 @@ it would match is matched anew when its turn comes.
 them back. Of each kind sessions take turns, and each session's commands go in the order they came. The first stays the
 first until it has room, its deadline is over, or it is withdrawn: so a large one is not starved by small ones.
 
+**Back again.** Who is to have room once a copy of ours is over waits for that outside, with its pins. If others, who
+needed no room, have locked what the copy let go of, it goes to the head of the line, as if it had never left.
+
 **Nobody overtakes.** While anyone stands here no acquire that needs room is granted but the first, and while an extend
 does no extend is, whether there would be room for it or not; what needs no room is never held up. So an acquire waits
 at most until those before it were served and the leases that live have grown to their ends: nothing new begins.
@@ -66,8 +69,14 @@ class Rota:
     def first(self) -> Standing | None:
         return next(iter(self._by_session.values()))[0] if self._by_session else None
 
-    def add(self, standing: Standing) -> None:
-        self._by_session.setdefault(standing.session, deque()).append(standing)
+    def add(self, standing: Standing, first: bool = False) -> None:
+        """`first`: before all others, and it is its session's turn."""
+        if first:
+            row = self._by_session.pop(standing.session, deque())
+            row.appendleft(standing)
+            self._by_session = {standing.session: row, **self._by_session}
+        else:
+            self._by_session.setdefault(standing.session, deque()).append(standing)
         self.size += 1
 
     def remove(self, standing: Standing, served: bool) -> None:
@@ -111,8 +120,11 @@ class Rotas:
         """Of each tenant, in order."""
         return [rota.first for rota in self._by_tenant.values() if rota.first is not None]
 
-    def add(self, standing: Standing) -> None:
-        self._by_tenant.setdefault(standing.tenant, Rota()).add(standing)
+    def add(self, standing: Standing, first: bool = False) -> None:
+        if first:
+            rota = self._by_tenant.pop(standing.tenant, Rota())
+            self._by_tenant = {standing.tenant: rota, **self._by_tenant}
+        self._by_tenant.setdefault(standing.tenant, Rota()).add(standing, first)
         self.size += 1
 
     def remove(self, standing: Standing, served: bool) -> None:
@@ -180,8 +192,8 @@ class Line:
         """The same, and no extend."""
         return any(first.tenant == tenant or not first.aside for first in self.extends.firsts())
 
-    def stand(self, standing: Standing) -> None:
-        """Busy, and nothing changed, if there are too many."""
+    def stand(self, standing: Standing, first: bool = False) -> None:
+        """Busy, and nothing changed, if there are too many. `first`: at the head of those of its kind."""
         mine = len(self.extends.of(standing.session)) + len(self.acquires.of(standing.session))
         num_bytes = self._num_bytes + standing.num_bytes
         if len(self) >= self.max_in_all or mine >= self.max_of_session or num_bytes > MAX_BYTES:
@@ -201,7 +213,7 @@ class Line:
                 waiting_bytes=num_bytes,
             )
         self._num_bytes = num_bytes
-        self._kind(standing).add(standing)
+        self._kind(standing).add(standing, first)
 
     def leave(self, standing: Standing, served: bool = False) -> None:
         """It waits no longer. `served`: its turn came, so now it is another session's."""

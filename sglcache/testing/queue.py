@@ -54,6 +54,12 @@ class Queue:
     def find(self, request: int) -> InLine | None:
         return next((each for each in self.everyone if each.request == request), None)
 
+    def add_first(self, each: InLine) -> None:
+        """Before all others of its kind, and it is its session's turn."""
+        kind = each.make is None
+        self._rows[kind].insert(0, each)
+        self._turns[kind] = [each.session, *(other for other in self._turns[kind] if other is not each.session)]
+
     def add(self, each: InLine) -> None:
         kind = each.make is None
         self._rows[kind].append(each)

@@ -111,6 +111,7 @@ class Waits:
     least: dict[int, tuple[int, int]] = field(default_factory=dict)
     at_once: bool = False  # it has only just begun to wait: who waits before it has no say yet
     copies: float = float("inf")  # how long it may wait for the end of a copy
+    line: InLine | None = None  # as what it may stand in line, if others come to what a copy lets go of
 
     @property
     def num_fresh(self) -> int:
@@ -215,6 +216,12 @@ class Watched(Index):
         if not (self.happened and self.happened[-1] == Step(self.num_wakes, "turn", request=waiting.request)):
             self.happened.append(Step(self.num_wakes, "turn", request=waiting.request))
         super()._admit(waiting)
+
+    def _back_in_line(self, waiting: _Waiting, refusal: NoSpace) -> bool:
+        back = super()._back_in_line(waiting, refusal)
+        if back:
+            self.happened.append(Step(self.num_wakes, "back", request=waiting.request))
+        return back
 
     def path(self, node: Node) -> tuple[Page, ...]:
         """All pages up to the end of `node`."""
@@ -529,6 +536,8 @@ class Rig:
                 del model.fetched[slot]
         elif step.kind == "turn":
             self._turn_comes(step.request)
+        elif step.kind == "back":
+            self._goes_back(step.request)
         else:
             assert step.kind == "serve"
             self._serve(step.request)
@@ -566,7 +575,8 @@ class Rig:
         self.model.opened(lease)
         lease.num_fresh = fresh
         lease.waiting = True
-        self.waiting.append(Waits(request, lease, at_once=True, copies=_copies(patience)))
+        line = self._in_line(request, asked.session, patience, make=asked.make, num_bytes=len(lease.tokens))
+        self.waiting.append(Waits(request, lease, at_once=True, copies=_copies(patience), line=line))
 
     # -- in line for room -------------------------------------------------------------------------------
 
@@ -575,9 +585,32 @@ class Rig:
             return None
         return Patience(self.time, wait, float("inf") if copies is None else copies)
 
+    def _in_line(self, request: int, session: SessionModel, patience: Patience | None, **what: Any) -> InLine | None:
+        """As what it may stand in line; None: it may not."""
+        if patience is None or patience.room is None:
+            return None
+        return InLine(request, session, patience.since, patience.room, patience.copies, **what)
+
     def _stands(self, request: int, session: SessionModel, patience: Patience, **what: Any) -> None:
-        assert patience.room is not None, "it stands in line, and was not to wait"
-        self.line.add(InLine(request, session, patience.since, patience.room, patience.copies, **what))
+        each = self._in_line(request, session, patience, **what)
+        assert each is not None, "it stands in line, and was not to wait"
+        self.line.add(each)
+
+    def _goes_back(self, request: int) -> None:
+        """It waited for a copy, and others came to what that let go of: it is the first in line again."""
+        waits = next(each for each in self.waiting if each.request == request)
+        assert waits is self.waiting[0], f"{waits} is not the first to be looked at"
+        assert waits.line is not None, f"{waits} was not to stand in line"
+        lease = waits.acquired
+        if lease is not None:
+            room = min(self._room(lease.tenant, later=True))
+            assert lease.num_fresh > room, f"{waits} stands in line, and {room} pages can be had"
+            self.model.refused(lease)
+        elif not self.tenants:
+            room = self._room_later()
+            assert waits.num_fresh > room, f"{waits} stands in line, and {room} pages can be had"
+        self.waiting.remove(waits)
+        self.line.add_first(waits.line)
 
     def _check_refusal(
         self, error: SglcacheError, short: bool, total: int, patience: Patience | None, session: SessionModel
@@ -606,13 +639,13 @@ class Rig:
             self.model.opened(lease)
             lease.num_fresh = fresh
             lease.waiting = True
-            waits = Waits(request, lease, at_once=True, copies=each.copies)
+            waits = Waits(request, lease, at_once=True, copies=each.copies, line=each)
         else:
             late = self._expiring and each.until <= self.time
             if not self._fit(each, first):
                 assert late, f"{each} went on in part before its time was over"
                 self._turned_away += 1
-            waits = Waits(request, growing=each.growing, at_once=True, copies=each.copies)
+            waits = Waits(request, growing=each.growing, at_once=True, copies=each.copies, line=each)
             waits.least = {0: self._room(0, later=True)}
             # What has no room was refused before.
             if any(growing.error is NoSpace for growing in each.growing):
@@ -1051,7 +1084,8 @@ class Rig:
             lease.num_fresh = fresh
             if result is None:
                 lease.waiting = True
-                self.waiting.append(Waits(request, lease, copies=_copies(patience)))
+                line = self._in_line(request, runner.session, patience, make=make, num_bytes=len(key))
+                self.waiting.append(Waits(request, lease, copies=_copies(patience), line=line))
             else:
                 self._granted(lease, result)
 
@@ -1182,7 +1216,8 @@ class Rig:
                 return
             self._check_answer(result is None, crowded, need, now)
             if result is None:
-                self.waiting.append(Waits(request, growing=growing, copies=_copies(patience)))
+                line = self._in_line(request, runner.session, patience, growing=growing)
+                self.waiting.append(Waits(request, growing=growing, copies=_copies(patience), line=line))
             else:
                 self._extended(growing, result.results, {})
 

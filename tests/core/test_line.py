@@ -456,3 +456,96 @@ def test_who_lacks_slots_of_a_companion_alone_waits_in_line_for_them_too() -> No
     assert isinstance(granted, Grant)
     assert len(granted.slots) == 4 * 4
     assert len(granted.shares[0].slots) == 4 * 4
+
+
+def overtaken(r: Rig, one: Runner, two: Runner, until: float = FOR_EVER) -> tuple[int, LeaseModel]:
+    """An acquire that waits for the end of a copy alone, and a hit that locks what the copy lets go of."""
+    lease = take(r, one, 1, 6)
+    r.commit(one, lease)
+    r.release(one, lease)
+    waits = wait(r, two, 3, 8, until)
+    assert not len(r.line), "there will be room when the copy is over"
+    return waits, take(r, one, 1, 6)
+
+
+def test_who_waits_for_a_copy_that_others_then_profit_from_goes_to_the_head_of_the_line() -> None:
+    """Not refused before its time: there was to be room, and others, who needed none, came to the pages first."""
+    r = rig(host_pages=20)
+    one, two, three = (r.open_session() for _ in range(3))
+    waits, hit = overtaken(r, one, two)
+    r.copies_done()
+    r.steps()
+    assert r.line.first is not None
+    assert r.line.first.request == waits
+    later = wait(r, three, 4, 1)
+    assert r.line.first.request == waits, "it came first"
+    r.release(one, hit)
+    r.steps()
+    r.copies_done()
+    r.steps()
+    assert served(r)[:1] == [waits]
+    assert r.line.find(later) is not None or later in served(r)
+    requests = r.index.counters["requests"]
+    assert requests == 4 - (r.line.find(later) is not None), "what stood in line is counted once"
+    r.settle()
+
+
+def test_its_deadline_is_that_of_the_line() -> None:
+    r = rig(host_pages=20)
+    one, two = r.open_session(), r.open_session()
+    waits, hit = overtaken(r, one, two, until=5.0)
+    r.copies_done()
+    r.steps()
+    r.expire(4.9)
+    assert r.line.find(waits) is not None
+    r.expire(5.0)
+    assert isinstance(refusal(r, waits), NoSpace)
+    r.release(one, hit)
+    r.settle()
+
+
+def test_where_the_line_is_full_it_is_refused() -> None:
+    r = rig(host_pages=20, max_waiting=1)
+    one, two, three = (r.open_session() for _ in range(3))
+    other = take(r, three, 7, 2)
+    waits, hit = overtaken(r, one, two)
+    wait(r, three, 4, 9)
+    r.copies_done()
+    r.steps()
+    assert isinstance(refusal(r, waits), NoSpace)
+    r.release(one, hit)
+    r.release(three, other)
+    r.settle()
+
+
+def test_extends_that_wait_for_a_copy_go_to_the_head_of_the_line_together() -> None:
+    r = rig(host_pages=20)
+    one, two = r.open_session(), r.open_session()
+    lease = take(r, one, 1, 6)
+    r.commit(one, lease)
+    r.release(one, lease)
+    growing = take(r, two, 3, 2)
+    asked = grow(r, two, growing, 6)
+    assert not len(r.line)
+    hit = take(r, one, 1, 6)
+    r.copies_done()
+    r.steps()
+    assert r.line.find(asked) is not None
+    r.release(one, hit)
+    r.steps()
+    assert served(r) == [asked]
+    r.settle()
+
+
+def test_who_goes_back_in_line_is_before_those_who_came_to_it_meanwhile() -> None:
+    r = rig(host_pages=20)
+    one, two, three = (r.open_session() for _ in range(3))
+    waits, hit = overtaken(r, one, two)
+    later = wait(r, three, 4, 9)
+    r.copies_done()
+    r.steps()
+    assert [each.request for each in r.line.everyone] == [waits, later]
+    r.release(one, hit)
+    r.steps()
+    assert served(r)[:1] == [waits]
+    r.settle()
