@@ -194,16 +194,17 @@ def test_a_replay_is_of_one_rank_and_a_watch_of_one_or_all(whole: Daemon) -> Non
 
 
 def test_a_rank_that_is_away_is_in_the_table_with_its_reason(whole: Daemon) -> None:
-    died = whole.rank(1).kill_rank()
-    until(lambda: whole.rank(1).row["state"] == "waiting")
-    done = run(whole, "status", "--no-prove")
-    assert done.returncode == 1
-    assert f"rank 1: pid {died} was killed by SIGKILL" in done.stdout
-    alone = run(whole, "status", "--rank", "1", "--no-prove")
-    assert (alone.returncode == 1) is (f"pid {died} was killed by SIGKILL" in alone.stdout)  # it may be back by now
-    done = run(whole, "ping")
-    assert done.returncode in (0, 69)  # it may be back by now
-    whole.rank(1).next_life(died)
+    for command, words in (
+        (["status", "--no-prove"], "rank 1: pid {} was killed by SIGKILL"),
+        (["status", "--rank", "1", "--no-prove"], "pid {} was killed by SIGKILL"),
+    ):
+        died = whole.rank(1).kill_rank()  # each time anew: a machine under load is slow to ask
+        until(lambda: whole.rank(1).row["state"] == "waiting")
+        done = run(whole, *command)
+        assert done.returncode == 1
+        assert words.format(died) in done.stdout
+        whole.rank(1).next_life(died)
+    assert run(whole, "ping").returncode == 0
     restarts = whole.rank(1).row["restarts"]
     assert f", {restarts} restarts" in run(whole, "status", "--rank", "1").stdout
 
