@@ -252,38 +252,33 @@ class SupervisorKill(Fault):
     """SIGKILL of the supervisor: everything of it must be gone, and it is started again."""
 
     name, weight, stalls, ends, restarts, kills, alone = "supervisor-kill", 1, True, True, True, True, True
+    words = "everything went, and is there again"
+
+    def end(self) -> list[str]:
+        """What is left that should not be, in words."""
+        return self.torture.daemon.kill()
 
     def do(self) -> str:
         torture = self.torture
         ranks = range(len(torture.sockets)) if torture.config.host.keep_path is not None else ()
         before = [_on_host(torture, rank) for rank in ranks]
-        for problem in torture.daemon.kill():
+        for problem in self.end():
             torture.fail(problem)
         torture.daemon.start()
         torture.count_life()
         for rank in ranks:
             if _is_lost(torture, before[rank], after := _on_host(torture, rank)):
                 torture.fail(f"rank {rank} had {before[rank]} pages on the host, and after a restart {after}")
-        return "everything went, and is there again"
+        return self.words
 
 
-class Restart(Fault):
+class Restart(SupervisorKill):
     """SIGTERM to the supervisor, as for an update: all of it ends in good order, and is started again."""
 
-    name, weight, stalls, ends, restarts, kills, alone = "restart", 1, True, True, True, True, True
+    name, words = "restart", "it ended in good order, and is there again"
 
-    def do(self) -> str:
-        torture = self.torture
-        ranks = range(len(torture.sockets)) if torture.config.host.keep_path is not None else ()
-        before = [_on_host(torture, rank) for rank in ranks]
-        for problem in torture.daemon.stop():
-            torture.fail(problem)
-        torture.daemon.start()
-        torture.count_life()
-        for rank in ranks:
-            if _is_lost(torture, before[rank], after := _on_host(torture, rank)):
-                torture.fail(f"rank {rank} had {before[rank]} pages on the host, and after a restart {after}")
-        return "it ended in good order, and is there again"
+    def end(self) -> list[str]:
+        return self.torture.daemon.stop()
 
 
 class SupervisorStall(Fault):
