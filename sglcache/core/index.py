@@ -716,10 +716,12 @@ class Index:
                 lease, num_fresh = self._growth(s, item, growths)
                 if self.companions is not None:
                     slots = self.companions.growth(num_fresh, item.spare)
+                wanting = num_fresh or any(slots)  # most steps of a decode want no page
                 try:
-                    if line.extends.size and (num_fresh or any(slots)) and line.extends_hold_up(lease.tenant):
-                        raise self._no_space(num_fresh, pool.locked, "wait, too, or try again later", beside.need)
-                    self._refuse_growth(lease.tenant, num_fresh, slots, beside)
+                    if wanting:
+                        if line.extends.size and line.extends_hold_up(lease.tenant):
+                            raise self._no_space(num_fresh, pool.locked, "wait, too, or try again later", beside.need)
+                        self._refuse_growth(lease.tenant, num_fresh, slots, beside)
                 except NoSpace as error:
                     sums = (one + other for one, other in zip(beside.more, slots, strict=True))
                     never = self._never((beside.need + num_fresh, *sums)) or self._never((lease.num_pages + num_fresh,))
@@ -731,9 +733,12 @@ class Index:
                 growths.append(error)
                 continue
             lease.extending = True
-            beside.add(lease.tenant, num_fresh, slots)
+            if wanting:
+                beside.add(lease.tenant, num_fresh, slots)
             growths.append(_Growth(lease, item.tokens, num_fresh, item.spare, slots))
         need, more = beside.need, beside.more
+        if not (need or any(more)):
+            return self._extended(growths)
         waiting = _Waiting(request, s, need, self.backups.num_over, growths=growths, more=more, patience=patience)
         if refusal is not None:
             assert patience is not None
