@@ -19,6 +19,7 @@ from sglcache.testing import copies
 from sglcache.testing.daemon import Daemon, Puppet, until
 from sglcache.wire import control
 
+pytestmark = pytest.mark.survive
 P = 4
 PAGES = 32
 FAST = dict.fromkeys(("copy_s", "event_s", "room_s", "fenced_s", "answer_s", "stream_s", "reader_s", "numbers_s"), 0.3)
@@ -30,8 +31,6 @@ send = Publisher._send_live
 Publisher._send_live = lambda self, entry: not os.path.exists({path!r}) and send(self, entry)
 from sglcache.errors import ConfigError
 from sglcache.server.numbers import Numbers
-
-pytestmark = pytest.mark.survive
 reserve = Numbers.reserve
 Numbers.low = lambda self, seq: True
 def refused(self, seq):
