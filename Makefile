@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test models survive torture check format bench smoke package interop clean
+.PHONY: help install serve demo test daemons models survive torture check format bench smoke package interop clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ serve: $(STAMP) ## run the daemon: make serve ARGS="--set pool.page_size=64"
 demo: $(STAMP) ## a daemon, a small model, and a conversation that outlives its runner
 	@$(BIN)/sglcache demo
 
-test: $(STAMP) ## the tests that need no GPU, and no models or programs of others
+test: $(STAMP) ## the tests that need no GPU, no models or programs of others, and few daemons
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(STAMP) ## format, lint, types, layers: what CI holds
@@ -56,6 +56,9 @@ ifneq ($(TRACE),)
 		$(BIN)/sglcache bench index --trace '$(TRACE)' --limit 600 --page-size $$page $$events; done; done
 endif
 endif
+
+daemons: $(STAMP) ## starts, ports, many ranks, stores, doctors and benchmarks: what takes many daemons
+	@$(BIN)/python -m pytest -m daemons tests -n auto --dist loadfile $(ARGS)
 
 models: $(STAMP) ## real models on a daemon's pages, of every kind of layer: the same words from every tier
 	@$(BIN)/python -m pytest -m models tests/integrations tests/test_demo.py tests/test_integrate.py -n auto --dist loadfile $(ARGS)

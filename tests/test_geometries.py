@@ -22,6 +22,8 @@ from sglcache.memory.token_pools import MHATokenToKVPool, MLATokenToKVPool
 from sglcache.memory.views import KVViews
 from sglcache.testing.daemon import Daemon
 
+pytestmark = pytest.mark.daemons
+
 PAGES = 48
 PROMPT = list(range(40))  # ten pages
 HEADS = {"num_kv_heads": 2, "head_dim": 8}

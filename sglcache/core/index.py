@@ -1936,7 +1936,8 @@ class Index:
                     if tenants is not None and c == DEVICE:
                         error = self._no_room(lease.tenant, need, tally, NOBODY, remedy, copied)
                     else:
-                        error = self._no_space(need, pool.locked, remedy, 0, c)
+                        # What it was promised itself is no reason.
+                        error = self._no_space(need, pool.locked, remedy, -need, c)
                     if self._back_in_line(waiting, error):
                         return False
                     self._leave_queue(waiting)
@@ -1952,7 +1953,6 @@ class Index:
                     rooms[0] = tenants.left(growth.lease.tenant, tally, NOBODY, copied) if growth.num_fresh else 0
                 for (c, pool), need, room in zip(pools, needs, rooms, strict=True):
                     if need > room:
-                        # What it was promised itself is no reason.
                         if tenants is not None and c == DEVICE:
                             error = self._no_room(growth.lease.tenant, need, tally, NOBODY, remedy, copied)
                         else:

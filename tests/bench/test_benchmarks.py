@@ -31,6 +31,8 @@ from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 from sglcache.errors import ConfigError, NoSpace
 
+pytestmark = pytest.mark.daemons
+
 BLOCK = 512
 
 

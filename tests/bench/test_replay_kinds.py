@@ -16,6 +16,8 @@ from sglcache.client import Client, Lease
 from sglcache.errors import ConfigError
 from sglcache.testing.daemon import until
 
+pytestmark = pytest.mark.daemons
+
 REQUESTS = 60
 
 

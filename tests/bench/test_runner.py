@@ -14,6 +14,7 @@ from sglcache.bench import runner
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
 
+pytestmark = pytest.mark.daemons
 SMALL = runner.Options(
     prompts=(40, 64),
     dtypes=("float32", "bfloat16"),

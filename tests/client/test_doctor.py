@@ -26,6 +26,8 @@ from sglcache.client.doctor.ports import listen
 from sglcache.client.mirror import Mirror
 from sglcache.testing.daemon import Daemon
 
+pytestmark = pytest.mark.daemons
+
 HTTP = {"http": {"enabled": True, "port": 0}}
 BRISK = {"events": {"heartbeat_s": 0.1}}
 QUICK_S = 2.0  # for what never comes

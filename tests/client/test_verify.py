@@ -18,6 +18,8 @@ from sglcache.errors import Unavailable
 from sglcache.net.curve import make_keys
 from sglcache.testing.daemon import Daemon, until
 
+pytestmark = pytest.mark.daemons
+
 TOKENS = [list(range(start, start + 12)) for start in (0, 100, 200)]
 
 

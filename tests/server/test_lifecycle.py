@@ -13,6 +13,8 @@ from sglcache.server import rank as ranks
 from sglcache.testing.daemon import Daemon, DaemonError, until
 from sglcache.wire.events import AllBlocksCleared, decode_batch
 
+pytestmark = pytest.mark.daemons
+
 TOKENS = list(range(64))
 
 HOLD_COPIES = """

@@ -15,6 +15,8 @@ from streams import Listener, free_ports
 from sglcache.testing.daemon import Daemon, until
 from sglcache.wire.events import BlockStored
 
+pytestmark = pytest.mark.daemons
+
 PAGE = list(range(4))
 
 

@@ -23,6 +23,8 @@ from sglcache.errors import Unavailable
 from sglcache.testing.daemon import Daemon, DaemonError, until
 from sglcache.wire.events import AllBlocksCleared, BlockStored
 
+pytestmark = pytest.mark.daemons
+
 TOKENS = list(range(64))
 QUICK = {"beat": 0.05, "stuck": 0.5, "answer": 5.0}  # a loaded machine answers slowly
 

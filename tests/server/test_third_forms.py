@@ -33,6 +33,8 @@ from sglcache.testing import copies
 from sglcache.testing.copies import Gate
 from sglcache.testing.daemon import Daemon, until
 
+pytestmark = pytest.mark.daemons
+
 OTHERS = [range(10_000 * n, 10_000 * n + 128) for n in range(1, 9)]  # 32 pages each
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,8 @@ from below import ONE, check, daemon_over, drop, files, forget, idle, put, same,
 from sglcache.client import Client
 from sglcache.testing.daemon import Daemon, DaemonError, Served, until
 
+pytestmark = pytest.mark.daemons
+
 TWO = range(101, 165)
 
 

@@ -14,6 +14,8 @@ from sglcache.errors import BadRequest, Busy, SessionEnded, StorageError
 from sglcache.testing.copies import Gate
 from sglcache.testing.daemon import Daemon, Puppet, until
 
+pytestmark = pytest.mark.daemons
+
 LONG = 60.0
 
 

@@ -19,6 +19,8 @@ from sglcache.errors import ConfigError
 from sglcache.server import room
 from sglcache.testing.daemon import Daemon, until
 
+pytestmark = pytest.mark.daemons
+
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "sglcache", *args], capture_output=True, text=True, check=False)
