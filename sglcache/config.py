@@ -742,6 +742,31 @@ class HttpConfig(Section):
         description="The address to bind; 0.0.0.0 for every one of IPv4, :: for those of IPv6 as well.",
     )
     port: Port = Field(default=30080, description="The port to bind; 0: the system's choice.")
+    names: list[str] = Field(
+        default=[],
+        description="Names by which browsers reach it, beside localhost and addresses: /api is answered under these "
+        'alone; "*" for any.',
+    )
+    show_tokens: Literal["loopback", "always", "never"] = Field(
+        default="loopback",
+        description="Where the tokens of what is cached are shown: loopback: where http.host is a loopback address.",
+    )
+    tokenizer: FilePath | None = Field(
+        default=None, description="A tokenizer.json: what is cached is then shown as text, too, where tokens are."
+    )
+
+
+class ObserveConfig(Section):
+    """`[observe]`: what is kept so that people can see why. 0 turns a part off, and then it costs nothing."""
+
+    departures: int = Field(
+        default=16384, ge=0, le=1 << 20, description="Runs of pages that left a tier, for `sglcache explain`."
+    )
+    requests: int = Field(default=4096, ge=0, le=1 << 20, description="Acquires, for `sglcache explain --request`.")
+    reuse_sample: int = Field(
+        default=64, ge=0, le=1 << 16, description="One page of so many is followed, to tell what more memory would add."
+    )
+    reuse_pages: int = Field(default=32768, ge=64, le=1 << 22, description="Pages that are followed at most.")
 
 
 class ControlConfig(Section):
@@ -1009,6 +1034,7 @@ class Config(Section):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Replicas and stages.")
     events: EventsConfig = Field(default_factory=EventsConfig, description="The event stream.")
     http: HttpConfig = Field(default_factory=HttpConfig, description="HTTP.")
+    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="What is kept to see why.")
     control: ControlConfig = Field(default_factory=ControlConfig, description="The control socket.")
     storage: StorageConfig = Field(default_factory=StorageConfig, description="The third tier.")
     tenants: dict[TenantName, TenantConfig] | None = Field(

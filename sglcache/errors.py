@@ -145,7 +145,7 @@ class Changed(SglcacheError):
 
 
 class Unavailable(SglcacheError):
-    """The daemon can't be reached, or the connection ended before the answer."""
+    """The daemon, or a rank of it, can't be reached, or the connection ended before the answer."""
 
     code = "unavailable"
 

@@ -3,6 +3,8 @@
     supervisor ── Start (configuration, place, descriptors kept for it) · Ask · Drain ──► rank
                ◄─ Ready · Beat · Answer · Keep (a descriptor for the next life) · Tenants · Failed ──
 
+A frame that is too long for the kernel's buffer goes as a descriptor of memory that holds it (`Long`).
+
 Nobody waits here. A frame that the other side does not take now, because it hangs and its buffer is full, is not sent,
 and who needs an answer has a deadline of its own. The end of the socket is the end of the other process: the kernel
 closes it, whatever that died of.
@@ -29,6 +31,7 @@ from sglcache.server.watch import Trouble
 logger = logging.getLogger("sglcache.channel")
 
 MAX_FRAME = 192 << 10  # bytes; the kernel's default buffer takes no larger message
+MAX_LONG = 16 << 20  # bytes of a frame that goes as a descriptor; as on the control socket
 MAX_FDS = 253  # beside one frame: the kernel's SCM_MAX_FD
 
 
@@ -54,10 +57,11 @@ class Start(Frame):
 
 
 class Ask(Frame):
-    """Wants one Answer: what the rank's method of this name tells."""
+    """Wants one Answer: what the rank's method of this name tells, called with `params`."""
 
     question: int
     about: About
+    params: dict[str, Any] = {}
 
 
 class Drain(Frame):
@@ -86,9 +90,18 @@ class Beat(Frame):
     troubles: list[Trouble] = []  # what does not get on
 
 
+class Refusal(Struct):
+    """Why there is no answer: an error of errors.py."""
+
+    code: str
+    message: str
+    facts: dict[str, Any]
+
+
 class Answer(Frame):
     question: int
     body: Any
+    refusal: Refusal | None = None
 
 
 class Failed(Frame):
@@ -114,9 +127,15 @@ class Tenants(Frame):
     tenants: dict[str, dict[str, int | str]]
 
 
+class Long(Frame):
+    """The first descriptor beside this holds the frame that is meant: so many bytes from its beginning."""
+
+    num_bytes: Annotated[int, Meta(ge=0, le=MAX_LONG)]
+
+
 Word: TypeAlias = Start | Ask | Drain | Ready | Beat | Answer | Failed | Keep | Tenants
 
-_decode = msgspec.msgpack.Decoder(Word).decode
+_decode: Callable[[bytes | memoryview], Word | Long] = msgspec.msgpack.Decoder(Word | Long).decode
 _encode = msgspec.msgpack.Encoder(enc_hook=str).encode  # facts of errors may hold anything
 
 
@@ -139,14 +158,36 @@ class Channel:
         """Whether the other side has, or will have, the frame. The descriptors stay the caller's."""
         frame = _encode(word)
         if len(frame) > MAX_FRAME:
+            return self._send_long(word, frame, fds)
+        return self._send(type(word).__name__, frame, fds)
+
+    def _send_long(self, word: Word, frame: bytes, fds: Sequence[int]) -> bool:
+        if len(frame) > MAX_LONG or len(fds) >= MAX_FDS:
             logger.error("%s of %d bytes is too long to send", type(word).__name__, len(frame))
             return False
+        try:
+            fd = os.memfd_create("sglcache-frame", os.MFD_CLOEXEC)
+        except OSError as exc:
+            logger.error("%s can't be sent: %s", type(word).__name__, exc)
+            return False
+        try:
+            view = memoryview(frame)
+            while view:
+                view = view[os.write(fd, view) :]
+            return self._send(type(word).__name__, _encode(Long(len(frame))), [fd, *fds])
+        except OSError as exc:
+            logger.error("%s can't be sent: %s", type(word).__name__, exc)
+            return False
+        finally:
+            os.close(fd)
+
+    def _send(self, name: str, frame: bytes, fds: Sequence[int]) -> bool:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._sock.sendmsg([frame], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError as exc:
             if exc.errno not in (errno.EAGAIN, errno.EPIPE, errno.ECONNRESET, errno.EBADF):
-                logger.error("%s can't be sent: %s", type(word).__name__, exc)
+                logger.error("%s can't be sent: %s", name, exc)
             return False
         return True
 
@@ -169,13 +210,35 @@ class Channel:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise msgspec.DecodeError("a frame was cut off")
             try:
-                return _decode(memoryview(self._buffer)[:size]), list(fds)
+                word = _decode(memoryview(self._buffer)[:size])
+                if isinstance(word, Long):
+                    word = self._read_long(word, fds)
+                return word, list(fds)
             except (UnicodeDecodeError, RecursionError) as exc:
                 raise msgspec.DecodeError(str(exc)) from None
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
+
+    @staticmethod
+    def _read_long(long: Long, fds: array.array[int]) -> Word:
+        """The frame that is meant; its descriptor is closed."""
+        if not fds:
+            raise msgspec.DecodeError("a long frame without a descriptor")
+        fd = fds.pop(0)
+        try:
+            frame = os.pread(fd, long.num_bytes, 0)
+        except OSError as exc:
+            raise msgspec.DecodeError(f"a long frame can't be read: {exc}") from None
+        finally:
+            os.close(fd)
+        if len(frame) != long.num_bytes:
+            raise msgspec.DecodeError("a long frame was cut off")
+        word = _decode(frame)
+        if isinstance(word, Long):
+            raise msgspec.DecodeError("a long frame in a long frame")
+        return word
 
     def watch(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None]) -> None:
         """Have `readable` called, until `unwatch`, while there is something to receive, the end included."""

@@ -13,11 +13,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from sglcache.errors import SglcacheError
 from sglcache.server.allocator import copy_past_caches
 from sglcache.server.channel import (
     About,
@@ -201,9 +202,12 @@ class Child:
                 self._troubles = troubles
                 self._tiers = tiers
                 self._floor = max(self._floor, reserved)
-            case Answer(question, body):
+            case Answer(question, body, refusal):
                 if (future := self._questions.pop(question, None)) is not None and not future.done():
-                    future.set_result(body)
+                    if refusal is None:
+                        future.set_result(body)
+                    else:
+                        future.set_exception(SglcacheError.from_code(*msgspec.structs.astuple(refusal)))
             case Failed():
                 self.failure = word
             case Keep(name):
@@ -234,14 +238,15 @@ class Child:
         elif fds:
             logger.error("%s wants more than %d descriptors kept: not %s", self.seat, MAX_KEPT, name)
 
-    def ask(self, about: About) -> asyncio.Future[Any] | None:
-        """Its answer, some time; None: there is nobody to ask, or nobody who listens. Cancel it to wait no longer."""
+    def ask(self, about: About, params: Mapping[str, Any] = {}) -> asyncio.Future[Any] | None:
+        """Its answer, some time, or the SglcacheError that it refuses with; None: there is nobody to ask, or nobody who
+        listens. Cancel it to wait no longer."""
         self.hear()
         if self.state not in ("ok", "draining") or self.stuck or self._channel is None:
             return None
         self._questions = {number: future for number, future in self._questions.items() if not future.done()}
         self._num_questions += 1
-        if not self._channel.send(Ask(self._num_questions, about)):
+        if not self._channel.send(Ask(self._num_questions, about, dict(params))):
             return None
         future = asyncio.get_running_loop().create_future()
         self._questions[self._num_questions] = future

@@ -10,15 +10,18 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from sglcache.errors import BadRequest, SglcacheError, Unavailable
+from sglcache.server import api
+from sglcache.server.channel import About
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus's
 SHUTDOWN_S = 1.0  # what a request that is under way gets when the daemon stops
-MAX_BODY_BYTES = 1 << 16  # nobody sends one
 INDEX = "sglcache: GET /health, /server_info, /digest or /metrics\n"
 
 
@@ -31,6 +34,9 @@ class Pages(Protocol):
     async def server_info(self) -> dict[str, Any]: ...
 
     async def digest(self) -> dict[str, Any]: ...
+
+    async def ask(self, rank: int, about: About, params: Mapping[str, Any]) -> Any:
+        """What a rank answers to a question of `api.API`, or the SglcacheError that it refuses with."""
 
     async def metrics(self) -> bytes:
         """In Prometheus's text format."""
@@ -51,15 +57,19 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
 class HttpServer:
     """Serves on sockets that listen already, which stay the caller's, from `start` to `stop`."""
 
-    def __init__(self, pages: Pages, socks: Sequence[socket.socket]) -> None:
+    def __init__(self, pages: Pages, socks: Sequence[socket.socket], names: Sequence[str] = ()) -> None:
+        """`names`: see `api.may_ask`."""
         self.pages = pages
         self.socks = socks
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        self.names = names
+        app = web.Application(client_max_size=api.MAX_BODY_BYTES, middlewares=[_errors_as_json])
         app.router.add_get("/", self._index)
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/digest", self._digest)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/api/{name}", self._api)
+        app.router.add_post("/api/{name}", self._api)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -90,12 +100,29 @@ class HttpServer:
     async def _digest(self, _: web.Request) -> web.Response:
         return _json(await self.pages.digest())
 
+    async def _api(self, request: web.Request) -> web.Response:
+        if not api.may_ask(request.headers.get("Host"), self.names):
+            raise web.HTTPMisdirectedRequest(reason="not a name of this daemon: use its address, or set http.names")
+        name = request.match_info["name"]
+        try:
+            if request.method == "POST":
+                question, rank, params = api.from_body(name, await request.read())
+            else:
+                question, rank, params = api.from_query(name, request.query)
+            return _json(await self.pages.ask(rank, question.about, params))
+        except SglcacheError as exc:
+            status = 404 if name not in api.API else 400 if isinstance(exc, BadRequest) else 409
+            error = {"code": exc.code, "message": exc.message, "facts": exc.facts}
+            return _json({"error": error}, status=503 if isinstance(exc, Unavailable) else status)
+
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=await self.pages.metrics(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(text=json.dumps(value, indent=2) + "\n", content_type="application/json", status=status)
+    return web.Response(
+        text=json.dumps(value, indent=2, default=str) + "\n", content_type="application/json", status=status
+    )
 
 
 @web.middleware

@@ -6,10 +6,11 @@ import asyncio
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglcache.config import Config
+from sglcache.errors import BadRequest, Unavailable
 from sglcache.server import metrics, watch
 from sglcache.server.channel import About
 from sglcache.server.child import Child
@@ -97,6 +98,21 @@ class RankPages:
             for child, told in zip(self.children, families, strict=True)
         }
         return metrics.page([metrics.of_lives(lives), *filter(None, families)])
+
+    async def ask(self, rank: int, about: About, params: Mapping[str, Any]) -> Any:
+        """What that rank answers, or the SglcacheError that it refuses with. BadRequest: there is no such rank here.
+        Unavailable: it does not serve, or not answer in time."""
+        child = next((child for child in self.children if child.seat.offset == rank), None)
+        if child is None:
+            here = ", ".join(str(child.seat.offset) for child in self.children)
+            raise BadRequest(f"there is no rank {rank} here; ask one of {here}", rank=rank)
+        if (answer := child.ask(about, params)) is not None:
+            try:
+                return await asyncio.wait_for(answer, self.answer_s)
+            except TimeoutError:
+                pass
+        words = in_words(child.describe()) if child.state != "ok" or child.stuck else "it did not answer in time"
+        raise Unavailable(f"rank {rank} can't be asked: {words}; try again in a moment", rank=rank)
 
     async def _ask(self, about: About) -> list[Any]:
         """What each rank answers; None of one that does not, in time."""

@@ -150,7 +150,7 @@ class Supervisor:
             await _visitor(socks[0])
         from sglcache.server.http import HttpServer  # not before the ranks are on their way: it takes 0.2 s
 
-        server = HttpServer(pages, socks)
+        server = HttpServer(pages, socks, self.config.http.names)
         await server.start()
         return server
 

@@ -9,7 +9,21 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from sglcache.server.channel import MAX_FDS, MAX_FRAME, Answer, Ask, Beat, Channel, Drain, Keep, Ready, Start
+from sglcache.server.channel import (
+    MAX_FDS,
+    MAX_FRAME,
+    MAX_LONG,
+    Answer,
+    Ask,
+    Beat,
+    Channel,
+    Drain,
+    Keep,
+    Long,
+    Ready,
+    Refusal,
+    Start,
+)
 from sglcache.server.plan import Seat
 
 
@@ -37,6 +51,8 @@ def test_frames_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None
         Ready({"pid": 1}),
         Beat("ok", 1 << 60, {"HOST": (1, 2)}),
         Answer(1, [{"a": 1.5}]),
+        Ask(2, "facts", {"tokens": [1, 2]}),
+        Answer(2, None, Refusal("bad_request", "no", {"rank": 1})),
     ]
     for word in words:
         assert ours.send(word)
@@ -76,12 +92,61 @@ def test_one_that_hangs_is_not_waited_for(pair: tuple[Channel, Channel]) -> None
 
 def test_what_is_too_much_is_not_sent_and_the_next_frame_is(pair: tuple[Channel, Channel]) -> None:
     ours, theirs = pair
-    assert not ours.send(Answer(1, "x" * MAX_FRAME))
+    assert not ours.send(Answer(1, "x" * MAX_LONG))
     assert not ours.send(Keep("a"), [0] * (MAX_FDS + 1))
     assert ours.send(Answer(1, "x" * (MAX_FRAME - 64)))
     assert ours.send(Drain())
     assert theirs.receive() is not None
     assert theirs.receive() == (Drain(), [])
+
+
+def test_a_long_frame_comes_whole_beside_its_descriptors_and_leaves_none(pair: tuple[Channel, Channel]) -> None:
+    ours, theirs = pair
+    long = Ask(1, "facts", {"tokens": bytes(range(256)) * (MAX_FRAME // 128)})
+    memory = os.memfd_create("test")
+    before = descriptors()
+    assert ours.send(long)
+    assert ours.send(long, [memory])
+    assert theirs.receive() == (long, [])
+    heard = theirs.receive()
+    assert heard is not None
+    word, (fd,) = heard
+    assert word == long
+    assert os.path.sameopenfile(fd, memory)
+    os.close(fd)
+    os.close(memory)
+    assert descriptors() == before - 1
+
+
+def long_in(inner: bytes, num_bytes: int) -> tuple[bytes, list[int]]:
+    memory = os.memfd_create("test")
+    os.write(memory, inner)
+    return msgspec.msgpack.encode(Long(num_bytes)), [memory]
+
+
+@pytest.mark.parametrize(
+    ("inner", "num_bytes", "why"),
+    [
+        (msgspec.msgpack.encode(Drain()), 99, "cut off"),
+        (msgspec.msgpack.encode(Long(1)), 7, "in a long frame"),
+        (b"\xc1", 1, "MessagePack"),
+    ],
+)
+def test_a_long_frame_that_is_none_is_refused_and_its_descriptor_closed(inner: bytes, num_bytes: int, why: str) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(other)
+    frame, fds = long_in(inner, num_bytes)
+    before = descriptors()
+    socket.send_fds(one, [frame], [*fds, 0])
+    with pytest.raises(msgspec.DecodeError, match=why):
+        channel.receive()
+    assert descriptors() == before
+    one.send(frame)
+    with pytest.raises(msgspec.DecodeError, match="without a descriptor"):
+        channel.receive()
+    os.close(fds[0])
+    channel.close()
+    one.close()
 
 
 def test_the_end_comes_after_the_last_words(pair: tuple[Channel, Channel]) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import pytest
+from msgspec import Meta
 
 from sglcache import paths, ranks
-from sglcache.errors import ConfigError, Unavailable
+from sglcache.errors import BadRequest, ConfigError, Unavailable
 from sglcache.memory.mapping import create_memfd
 from sglcache.ranks import ask
-from sglcache.server import doors
+from sglcache.server import api, doors
 from sglcache.server.http import HttpServer
 
 
@@ -33,6 +35,13 @@ class FakePages:
 
     async def metrics(self) -> bytes:
         return b"# HELP a b\n"
+
+    async def ask(self, rank: int, about: str, params: Mapping[str, Any]) -> Any:
+        if rank == 1:
+            raise Unavailable("rank 1 is starting", rank=1)
+        if rank > 1:
+            raise BadRequest(f"there is no rank {rank} here", rank=rank)
+        return {"about": about, "params": params}
 
 
 def serve(
@@ -52,6 +61,54 @@ def serve(
             await server.stop()
 
     asyncio.run(main())
+
+
+class Depth(api.Params):
+    depth: Annotated[int, Meta(ge=1)]
+    name: str = ""
+
+
+def test_the_api_asks_a_rank_by_query_or_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(api.API, "depth", api.Question("digest", Depth))
+
+    async def test(_: FakePages, session: aiohttp.ClientSession) -> None:
+        told = {"about": "digest", "params": {"depth": 3, "name": "a"}}
+        async with session.get("/api/depth?depth=3&name=a") as answer:
+            assert (answer.status, await answer.json()) == (200, told)
+        async with session.post("/api/depth", json={"depth": 3, "name": "a", "rank": 0}) as answer:
+            assert (answer.status, await answer.json()) == (200, told)
+        for path, status, code, words in (
+            ("/api/depth", 400, "bad_request", "depth"),
+            ("/api/depth?depth=0", 400, "bad_request", ">= 1"),
+            ("/api/depth?depth=1&deep=1", 400, "bad_request", "deep"),
+            ("/api/depth?depth=1&rank=x", 400, "bad_request", "int"),
+            ("/api/depth?depth=1&rank=7", 400, "bad_request", "no rank 7"),
+            ("/api/depth?depth=1&rank=1", 503, "unavailable", "starting"),
+            ("/api/nothing", 404, "bad_request", "there are"),
+        ):
+            async with session.get(path) as answer:
+                error = (await answer.json())["error"]
+                assert (answer.status, error["code"]) == (status, code), path
+                assert words in error["message"]
+        for body in (b"[1]", b"{", b"\xff", b"[" * 100_000):
+            async with session.post("/api/depth", data=body) as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (400, "bad_request")
+        async with session.post("/api/depth", data=io.BytesIO(bytes(api.MAX_BODY_BYTES + 1))) as answer:
+            assert answer.status == 413
+
+    serve(test)
+
+
+def test_the_api_answers_under_the_daemons_own_names_alone() -> None:
+    async def test(_: FakePages, session: aiohttp.ClientSession) -> None:
+        for host, status in (("127.0.0.1", 200), ("localhost:80", 200), ("[::1]:80", 200), ("evil.example", 421)):
+            async with session.get("/api/facts", headers={"Host": host}) as answer:
+                assert answer.status == status, host
+
+    serve(test)
+    assert api.may_ask("cache.internal:30080", ["cache.internal"])
+    assert api.may_ask("any", ["*"])
+    assert not api.may_ask(None, [])
 
 
 def test_health_is_200_only_while_the_rank_serves() -> None:
