@@ -759,6 +759,9 @@ cli.add_command(
     LazyCommand("sglcache.commands.check:check", name="check", help="What a configuration takes, or what is wrong.")
 )
 cli.add_command(
+    LazyCommand("sglcache.commands.config:config", name="config", help="What a daemon would run with, every key.")
+)
+cli.add_command(
     LazyCommand("sglcache.commands.fsck:fsck", name="fsck", help="Prove that a running daemon is what it says it is.")
 )
 cli.add_command(

@@ -1424,13 +1424,13 @@ def keys() -> dict[str, Any]:
     """Every key by its dotted path, with its default; the order is the file's."""
     found: dict[str, Any] = {}
     for name, field in Config.model_fields.items():
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         if section is None:
             found[name] = field.default
             continue
         for key, inner in section.model_fields.items():
             found[f"{name}.{key}"] = None if inner.is_required() else inner.default
-            if (table := _section(inner.annotation)) is not None:  # of a list of tables: those of one
+            if (table := section_of(inner.annotation)) is not None:  # of a list of tables: those of one
                 found |= {
                     f"{name}.{key}.{own}": None if its.is_required() else its.default
                     for own, its in table.model_fields.items()
@@ -1438,11 +1438,11 @@ def keys() -> dict[str, Any]:
     return found
 
 
-def _section(annotation: Any) -> type[Section] | None:
+def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field is, or may be, or has a list or a table of."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
-    return next(filter(None, map(_section, get_args(annotation))), None)
+    return next(filter(None, map(section_of, get_args(annotation))), None)
 
 
 def _general(dotted: str) -> str:
@@ -1472,7 +1472,7 @@ def _description(dotted: str) -> str:
     section: type[Section] = Config
     *sections, key = _general(dotted).split(".")
     for name in sections:
-        section = _section(section.model_fields[name].annotation) or section
+        section = section_of(section.model_fields[name].annotation) or section
     text = section.model_fields[key].description or ""
     return f"{text[:1].lower()}{text[1:].rstrip('.')}; write it"
 
