@@ -352,6 +352,16 @@ class Index:
         self._announcement: Snapshot | None = None
         self._telling_again: Iterator[None] | None = None
 
+    @property
+    def now(self) -> float:
+        """The time of this turn, in seconds on the caller's clock: it never goes back. What happens is stamped with it;
+        nothing is decided by it."""
+        return self.tree.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.tree.now = now
+
     # -- sessions -----------------------------------------------------------------------------------------
 
     def open_session(self, num_shards: int = 1) -> SessionId:
@@ -2411,15 +2421,18 @@ class Index:
             self._use(lease)
         orders = self.orders
         companions = self.companions
+        now = self.tree.now
         if companions is not None and lease.parts:
             companions.give_back(lease)
         if self.T > HOST:
             if used and self.backups.policy.selective:
                 self.backups.used(lease.node)
             if lease.host_node is not None:
+                lease.host_node.used = now
                 orders[HOST].unpin(lease.host_node)
                 self.backups.let_go()
         if lease.node is not None:
+            lease.node.used = now
             orders[DEVICE].unpin(lease.node)
             self.tree.merge(lease.node, MERGE_LIMIT)
         if companions is not None:
@@ -2463,7 +2476,9 @@ class Index:
             if self.companions is not None:
                 self.companions.unpin(pin.places)
             for c in reversed(range(len(pin.nodes))):
-                self.orders[c].unpin(pin.nodes[c])
+                if (node := pin.nodes[c]) is not None:
+                    node.used = self.tree.now
+                    self.orders[c].unpin(node)
             if self.companions is not None:
                 for node in pin.nodes:
                     self.companions.prune(node)
@@ -2547,6 +2562,10 @@ class Index:
         self.change(c, node, False)
         self.orders[c].unlink(node)
         node.cells[c] = None
+        parent = node.parent
+        assert parent is not None
+        if node.used > parent.used:
+            parent.used = node.used
         pages = len(run) // SLOT_BYTES
         pool.cached -= pages
         pool.give(run)
@@ -2561,8 +2580,6 @@ class Index:
             counters[LEFT[c][2 if cleared else kept]] += pages
         if kept:
             return
-        parent = node.parent
-        assert parent is not None
         self.backups.forget(node)
         if self.l3 is not None:
             self.l3.forget(node)

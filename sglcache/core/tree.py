@@ -19,6 +19,10 @@ The laws of this file:
   the head is as old as the tail.
 * Every node stands in one more ring, behind its parent. A `Walk` is a bookmark in it, so it can stop for as long as it
   likes while the tree goes on changing: what was there when it began and still is there at its end, it has met.
+* A node has two stamps, in seconds of `Tree.now`: `born`, when the first of its pages came, and `used`, when it was
+  last let go of by a lease or a pin that ended with it. One that goes farther says so at its own end alone, and what
+  leaves a tier hands `used` to its parent. So the last access to a node is the latest `used` at or below it: of a leaf
+  its own. A split copies both; of nodes that are joined the earlier birth and the later use stay.
 """
 
 from __future__ import annotations
@@ -49,12 +53,14 @@ class Node:
         "_text",
         "ahead",
         "behind",
+        "born",
         "cells",
         "children",
         "hashes",
         "num_bytes",
         "parent",
         "space",
+        "used",
         "writing",
     )
 
@@ -65,7 +71,8 @@ class Node:
     ahead: Node
     behind: Node
 
-    def __init__(self, space: Space, parent: Node | None, key: bytes, cells: list[Any]) -> None:
+    def __init__(self, space: Space, parent: Node | None, key: bytes, cells: list[Any], now: float = 0.0) -> None:
+        self.born = self.used = now  # see `Tree.now`
         self.space = space
         self.parent = parent  # None: a namespace's root, which has no cells
         self.key = key
@@ -204,6 +211,7 @@ class Tree:
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0
+        self.now = 0.0  # seconds on the caller's clock: see `Index.now`
         self.nowhere = nowhere = Space(Namespace(), b"", None, keys.over)  # what dropped roots belong to
         self.orders = eviction.orders(
             policies, pools, self.facts, lambda: Node(nowhere, None, b"", self.facts.blank.copy()), shared
@@ -257,7 +265,7 @@ class Tree:
         None: the whole text is the run.
         """
         facts = self.facts
-        node = Node(parent.space, parent, b"", facts.blank.copy())
+        node = Node(parent.space, parent, b"", facts.blank.copy(), self.now)
         node.lie_in(text, start, len(text) - self.over if end is None else end)
         if facts.depth:
             self._deepened(node)
@@ -315,7 +323,8 @@ class Tree:
         cells = node.cells
         above = cells.copy()  # what is not said otherwise is alike
         key = node.key
-        head = Node(node.space, parent, key[: at + self.over], above)
+        head = Node(node.space, parent, key[: at + self.over], above, node.born)
+        head.used = node.used
         node.key = key[at:]
         num_pages = at // self.page_bytes
         children = parent.children
@@ -413,6 +422,10 @@ class Tree:
             children[old_first] = node  # type: ignore[index]
         node.parent = parent
         for each in chain[:-1]:  # no cycles are left behind for the collector
+            if each.born < node.born:
+                node.born = each.born
+            if each.used > node.used:
+                node.used = each.used
             each.parent = each.children = None
             each.cells = []
             _leave(each)

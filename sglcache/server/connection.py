@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
     def _serve(self, data: bytes | bytearray) -> None:
         """Serve the whole frames of `data`, at most a turn's worth, and keep the rest."""
         at, size, left = 0, len(data), MAX_TURN
-        self.heard_at = self.owner.loop.time()
+        self.heard_at = self.owner.begin_turn()
         clock = time.perf_counter
         end = clock() + TURN_S
         while size - at >= HEADER:

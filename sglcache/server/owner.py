@@ -149,6 +149,11 @@ class Owner:
 
     # -- the turn -----------------------------------------------------------------------------------------
 
+    def begin_turn(self) -> float:
+        """Tell the index what time it is, and the caller. Call it before each batch of calls to the index."""
+        now = self.index.now = self.loop.time()
+        return now
+
     def end_turn(self) -> None:
         """Let out what the commands since the last turn led to. Call it after each batch of calls to the index.
 
@@ -209,6 +214,7 @@ class Owner:
     def _step(self) -> None:
         """A slice of the index's long work; the turn's end sees whether there is more."""
         self._working = False
+        self.begin_turn()
         self.index.step()
         self.end_turn()
 
@@ -237,6 +243,7 @@ class Owner:
     def _cut(self) -> None:
         self._cutting = None
         self._hurrying = False
+        self.begin_turn()
         if not self.index.cut(self.clock()):
             self._cutting = self.loop.call_soon(self._cut)
         if self.third is not None:
@@ -307,12 +314,14 @@ class Owner:
         if self.num_copies == 0:
             self.idle.set()
         self.loads.end(ticket, ok)
+        self.begin_turn()
         self.index.copy_done(ticket, ok)
         self.end_turn()
 
     def host_ready(self, num_pages: int) -> None:
         """So many pages of the host tier have memory now, on the loop's thread."""
         if not self._closed:
+            self.begin_turn()
             self.index.host_ready(num_pages)
             self.end_turn()
 
@@ -340,7 +349,7 @@ class Owner:
 
     def _expire(self) -> None:
         # uvloop rounds to milliseconds, and may be early by one.
-        self.index.expire(self.loop.time() + 0.001)
+        self.index.expire(self.begin_turn() + 0.001)
         self.pins_changed()
         self.end_turn()
 

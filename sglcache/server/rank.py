@@ -553,6 +553,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 max_pins=config.limits.max_pins,
             )
         )
+        index.now = loop.time()
         if journal is not None and survivors is not None:
             restored = restore(index, survivors)
             journal.taken(survivors, restored)

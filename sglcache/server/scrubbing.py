@@ -71,6 +71,7 @@ class Scrubbing:
     def _bad(self, resource: int, slot: int, seq: int) -> None:
         if self._owner.failed:
             return
+        self._owner.begin_turn()
         index, name = self._index, self._names[resource]
         self.mismatches += 1
         if self.since is None:

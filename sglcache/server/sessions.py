@@ -363,6 +363,7 @@ class Member(Connection):
                 over.append(ticket)
             else:
                 self.waits.append(wait)
+        self.owner.begin_turn()
         for ticket in over:
             self.event_over(ticket)
         self.owner.end_turn()
@@ -767,6 +768,7 @@ class Sessions:
         """The member's socket is at its end, which says nothing of its process."""
         if member not in self.members:
             return
+        self.owner.begin_turn()
         session = member.session
         if session is not None:
             if session.scheduler is member:
@@ -792,6 +794,7 @@ class Sessions:
 
     def _died(self, member: Member) -> None:
         """The member's process is dead, whoever holds its socket."""
+        self.owner.begin_turn()
         now = time.monotonic()
         self.num_deaths += 1
         logger.info("%r died", member)

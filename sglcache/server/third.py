@@ -200,6 +200,7 @@ class ThirdTier:
         if self.store.exact:
             listing = self.store.listing()
             while (runs := await loop.run_in_executor(None, _next, listing)) is not None:
+                owner.begin_turn()
                 owner.index.l3_found(runs)
                 owner.end_turn()
 
@@ -208,6 +209,7 @@ class ThirdTier:
 
         self.engine = Engine(self.store, done, num_fetchers=self.config.num_threads)
         self.ready = True
+        owner.begin_turn()
         if self.store.exact and self._has_room(owner):
             owner.index.l3_complete()
         waiting, self._waiting = self._waiting, deque()
@@ -250,6 +252,7 @@ class ThirdTier:
         """Of a store that is left alone."""
         owner = self._owner
         assert owner is not None
+        owner.begin_turn()
         if not isinstance(effect, Cancel):
             self._under_way[_kind(effect)].pop(effect.ticket, None)
         match effect:
@@ -287,6 +290,7 @@ class ThirdTier:
             return
         if done.error is not None:
             logger.error("%s", done.error.message, exc_info=done.error.__cause__)
+        owner.begin_turn()
         index, ticket = owner.index, TicketId(done.ticket)
         self._asked.pop(ticket, None)
         if done.kind in self._under_way:

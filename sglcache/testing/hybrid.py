@@ -121,6 +121,7 @@ class Hybrid:
         """Run a command, and look at everything."""
         try:
             result: T | SglcacheError
+            self.index.now += 1
             try:
                 result = command()
             except SglcacheError as exc:

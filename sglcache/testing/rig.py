@@ -34,7 +34,7 @@ from sglcache.core.effects import (
 )
 from sglcache.core.index import LEFT, Index, IndexConfig, _Waiting
 from sglcache.core.key import ROOT, Namespace
-from sglcache.core.leases import Ticket
+from sglcache.core.leases import Lease, Pin, Ticket
 from sglcache.core.line import Patience, Standing
 from sglcache.core.tiering import Backups
 from sglcache.core.tree import Node
@@ -53,6 +53,7 @@ from sglcache.testing.model import (
 )
 from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
 from sglcache.testing.queue import InLine, Queue
+from sglcache.testing.stamps import Stamps
 from sglcache.testing.subscriber import Subscriber
 from sglcache.testing.third import FakeL3, Op, Step, WatchedL3
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
@@ -146,6 +147,7 @@ class Watched(Index):
         self.touched: list[tuple[int, tuple[Page, ...]]] = []  # (answers before, path of the host): see Model.touched
         self.happened: list[Eviction | Step] = []  # all of it, in order
         self._asks: tuple[int, int, int, int] | None = None  # for whom room is made: tier, pages, tenant, extra
+        self.stamps = Stamps()
         self.backups = self.watched = WatchedBackups(self, config.write_policy)
         self.writes = self.backups.writes
         if config.l3 is not None:
@@ -161,6 +163,25 @@ class Watched(Index):
             return super().evict(c, num_pages, tenant, extra)
         finally:
             self._asks = before
+
+    def change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
+        if present:
+            self.stamps.came(self.path(node), node.num_bytes // self.page_bytes, self.now)
+        super().change(c, node, present, session_id)
+
+    def _give_back(self, lease: Lease, used: bool = True) -> None:
+        self._accessed((lease.node, lease.host_node))
+        super()._give_back(lease, used)
+
+    def _let_go(self, pins: list[Pin]) -> None:
+        for pin in pins:
+            self._accessed(pin.nodes)
+        super()._let_go(pins)
+
+    def _accessed(self, ends: Sequence[Node | None]) -> None:
+        for c, end in enumerate(ends):
+            if end is not None:
+                self.stamps.accessed(c, self.path(end), self.now)
 
     def leaving(self) -> set[Page]:
         """Pages that leave the device with the end of a copy."""
@@ -382,6 +403,7 @@ class Rig:
         asks: bool,
     ) -> T | SglcacheError:
         before = self._fingerprint()
+        self.index.now += 1
         self.index.evictions.clear()
         self.index.touched.clear()
         self.index.happened.clear()
@@ -1656,6 +1678,7 @@ class Rig:
         if self.tenants:
             self._check_tenants()
         self._check_memory()
+        self.index.stamps.check(self.index, self.index.path)
         if self._checks:
             found = invariants.check(self.index)
             assert not found, "\n".join(found)
