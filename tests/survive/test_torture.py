@@ -130,7 +130,7 @@ from sglcache.server.sessions import Sessions
 died, calls = Sessions._died, [0]
 def deaf(self, member):
     calls[0] += 1
-    if calls[0] == 2:
+    if calls[0] % 2 == 0:
         self.owner.loop.remove_reader(member.pidfd)
     else:
         died(self, member)
