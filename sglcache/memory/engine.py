@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sglcache.core.histograms import Histogram, Observed
 from sglcache.errors import ClosedError, TransferError
 from sglcache.memory.geometry import FULL, Form, Placement, Region, moves
 from sglcache.units import TicketId, Tier
@@ -205,6 +206,7 @@ class Lane:
         self._busy_since = 0.0
         self._seconds = 0.0
         self._copies = self._pages = self._bytes = self._failed = 0
+        self._latency = Histogram()
         self.dropped = False  # nothing is told any more
 
     def add(self, transfer: Transfer) -> Flight:
@@ -243,6 +245,7 @@ class Lane:
         ticket, error = flight.transfer.ticket, flight.error
         if error is None:
             self._copies += 1
+            self._latency.observe(now - flight.at)
             self._pages += flight.num_pages
             self._bytes += flight.num_bytes
         else:
@@ -270,6 +273,11 @@ class Lane:
                 len(flights),
                 now - flights[0].at if flights else 0.0,
             )
+
+    def latency(self) -> Observed:
+        """Seconds from a copy's submission to its end, of those that went well."""
+        with self._lock:
+            return self._latency.observed()
 
 
 class CopyEngine(ABC):

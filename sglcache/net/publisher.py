@@ -16,12 +16,14 @@ in a hundred then left 4 ms late, because the thread waits for the interpreter w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
+from sglcache.core.histograms import Histogram
 from sglcache.errors import ClosedError, ConfigError
 from sglcache.net.curve import Curve
 from sglcache.net.endpoints import Endpoint, Place, bind, dial, place_of
@@ -32,6 +34,7 @@ END_SEQ = b"\xff" * 8
 
 MAX_INBOUND = 4096  # bytes of a frame that a peer may send; requests and topics are far smaller
 MAX_REQUEST_FRAMES = 3  # the reader's name, a delimiter, a number; what a message has beyond that is not kept
+MAX_UNSENT = 4096  # batches whose delay is measured while the live stream is stuck; beyond that the oldest are not
 MAX_ANSWERS = 64  # that one reader may have waiting; what it asks beyond that the last one answers, too
 
 REPLAY_SNDBUF = (
@@ -113,6 +116,8 @@ class Publisher:
         self._topic = topic.encode()
         self._ring = Ring(ring_bytes)
         self._turns = Turns()
+        self._unsent: deque[tuple[int, float]] = deque(maxlen=MAX_UNSENT)  # (number, when it came), not sent yet
+        self.delay = Histogram()  # seconds from a batch's coming to its being with libzmq
         self._live = 0  # the number that the live stream sends next
         self._frames: list[bytes] = []  # the first ones of a request that is not all there
         self._readers: OrderedDict[bytes, _Reader] = OrderedDict()  # the next one to serve first
@@ -160,6 +165,11 @@ class Publisher:
     def snapshot(self, begin: Callable[[], Source]) -> None:
         self._turns.source = begin
 
+    @property
+    def snapshot_duration(self) -> Histogram:
+        """Seconds of each snapshot that was told to its end."""
+        return self._turns.duration
+
     # -- the live stream ------------------------------------------------------------------------------
 
     def append(self, seq: int, payload: bytes, heartbeat: bool = False) -> None:
@@ -169,6 +179,7 @@ class Publisher:
         """
         if self._closed:
             raise ClosedError("the publisher is closed")
+        self._unsent.append((seq, time.perf_counter()))
         for entry in self._ring.append(Entry(seq, payload, heartbeat)):
             self._skipped += entry.seq >= self._live
         self._pump()
@@ -206,8 +217,16 @@ class Publisher:
                 return False
             self._live = entry.seq + 1
             self._sent += 1
+            self._note_sent(entry.seq)
             self._bytes += len(entry.payload)
         return self._behind
+
+    def _note_sent(self, seq: int) -> None:
+        unsent = self._unsent
+        while unsent and unsent[0][0] <= seq:  # lower ones are heartbeats that this one stands for, or were skipped
+            number, at = unsent.popleft()
+            if number == seq:
+                self.delay.observe(time.perf_counter() - at)
 
     def _send_live(self, entry: Entry) -> bool:
         """False: not now."""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
+from sglcache.core.histograms import Histogram
 from sglcache.net.ring import Entry, Ring
 
 PATIENCE_S = 5.0  # what a reader whose turn it is may take for a frame while others wait
@@ -47,7 +48,8 @@ class Turns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.source: Callable[[], Source] | None = None
         self.num_begun = self.num_done = 0
-        self._clock = clock
+        self.duration = Histogram()  # seconds from a snapshot's begin to its last frame, as fast as its reader takes it
+        self.clock = clock
         self._queue: deque[Replay] = deque()
         self._since = 0.0  # when the first one last got on
 
@@ -56,22 +58,22 @@ class Turns:
         if replay not in self._queue:
             self._queue.append(replay)
             if len(self._queue) == 1:
-                self._since = self._clock()
+                self._since = self.clock()
         first = self._queue[0]
-        if first is not replay and self._clock() > self._since + PATIENCE_S:
+        if first is not replay and self.clock() > self._since + PATIENCE_S:
             self._queue.rotate(-1)
             first.start_over()
-            self._since = self._clock()
+            self._since = self.clock()
         return self._queue[0] is replay
 
     def got_on(self) -> None:
-        self._since = self._clock()
+        self._since = self.clock()
 
     def leave(self, replay: Replay) -> None:
         """It is done, or its reader is gone. Idempotent."""
         if replay in self._queue:
             self._queue.remove(replay)
-            self._since = self._clock()
+            self._since = self.clock()
 
 
 class Replay:
@@ -85,6 +87,7 @@ class Replay:
         self._entry: Entry | None = None
         self._walking = False  # the snapshot is not over
         self._source: Source | None = None
+        self._began = 0.0  # the snapshot
 
     def peek(self) -> Entry | Pause | None:
         """The next message; the same until `advance`. None: that was all."""
@@ -158,6 +161,7 @@ class Replay:
             self._next = last + 1
             self._ring.pin(self, self._next)
             self._source = begin()
+            self._began = self._turns.clock()
         elif (batch := self._ring.at(self._next)) is not None:
             self._entry = batch
             return batch
@@ -168,6 +172,7 @@ class Replay:
             self._until = last
             self._ring.pin(self, self._next)
             self._turns.num_done += 1
+            self._turns.duration.observe(self._turns.clock() - self._began)
             self._turns.leave(self)
             return None
         if not payload:

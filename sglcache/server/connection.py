@@ -19,6 +19,7 @@ import msgspec
 
 from sglcache.config import LimitsConfig
 from sglcache.errors import Forbidden, ProtocolError, SglcacheError, TooSlow, with_article
+from sglcache.server.latencies import Asked
 from sglcache.server.owner import Owner
 from sglcache.wire import control
 from sglcache.wire.control import HEADER, MAX_FRAME
@@ -63,13 +64,22 @@ class Connection(asyncio.Protocol):
         self._ending = False  # the turn's answers are the last thing to be said
         self._reading = True
         self.heard_at = owner.loop.time()  # when the last command came; at first, when it attached
+        self._times = owner.times.of
+        self._arrived = 0.0  # when what is served was read; while it is served `_turn` is the same
+        self._turn = 0.0
+        self._asked: dict[int | None, Asked] = {}  # by request, commands that have no answer yet
+        self._answered: list[Asked] = []  # since the last answers were written
 
     # -- out ----------------------------------------------------------------------------------------------
 
-    def reply(self, answer: control.Frame) -> None:
+    def reply(self, answer: control.Answer) -> None:
         """Queue an answer; the turn writes it."""
         self.num_unanswered -= 1
         self.num_answered += 1
+        if (asked := self._asked.pop(answer.request, None)) is not None:
+            if type(answer) is control.Failure:
+                asked = asked[0].refused, asked[1]
+            self._answered.append(asked)
         if self._full and self.num_unanswered < self.limits.max_pipelined:
             self._full = False
             self.owner.loop.call_soon(self._resume)
@@ -96,6 +106,10 @@ class Connection(asyncio.Protocol):
         if transport is not None:
             transport.write(out)
             self._written += len(out)
+            now, turn = time.perf_counter(), self._turn
+            for times, arrived in self._answered:
+                (times.work if arrived == turn else times.wait).observe(now - arrived)
+            self._answered = []
             if self._blocked and not self._closing and transport.get_write_buffer_size() > self.limits.max_unsent:
                 self._too_slow("has not read")
             if self._ending:
@@ -129,6 +143,8 @@ class Connection(asyncio.Protocol):
         if self._closing:
             return
         rest = self._rest
+        if not self._backlog:  # what is left of an earlier read came with that; no more is read meanwhile
+            self._arrived = time.perf_counter()
         if rest is None:
             self._serve(data)
         else:
@@ -142,6 +158,7 @@ class Connection(asyncio.Protocol):
         self.heard_at = self.owner.begin_turn()
         clock = time.perf_counter
         end = clock() + TURN_S
+        arrived = self._turn = self._arrived
         while size - at >= HEADER:
             start = at + HEADER
             stop = start + int.from_bytes(data[at:start], "big")
@@ -166,7 +183,9 @@ class Connection(asyncio.Protocol):
             self.num_unanswered += 1
             if self.num_unanswered >= self.limits.max_pipelined:
                 self._full = True
-            handler = self.handlers.get(type(command))
+            kind = type(command)
+            self._asked[command.request] = self._times[kind], arrived
+            handler = self.handlers.get(kind)
             try:
                 if handler is None:
                     raise self.forbidden(command)
@@ -186,6 +205,7 @@ class Connection(asyncio.Protocol):
         else:
             self._rest = data
         self.owner.end_turn()
+        self._turn = 0.0
         if self._backlog or self._full or not self._reading:
             self._flow()
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:  # the supervisor does without the core
+    from sglcache.core.histograms import Observed
     from sglcache.core.index import IndexStats
     from sglcache.memory.engine import LaneStats
 
@@ -25,9 +26,7 @@ class Family(NamedTuple):
     name: str  # without the suffix that its kind gives the samples
     text: str
     kind: Literal["gauge", "counter", "info", "histogram"]
-    samples: list[
-        tuple[dict[str, str], float]
-    ]  # of a histogram: with a label `le`, and one each of `stat` sum and count
+    samples: list[tuple[dict[str, str], Any]]  # a number each; of a histogram an `Observed`
 
 
 LEFT = "sglcache_removed_pages"
@@ -197,6 +196,34 @@ SCRUB: tuple[tuple[str, str, bool, str], ...] = (
     ("seconds", "sglcache_scrubbing_seconds", True, "Seconds of a processor that it took."),
 )
 
+# Distributions, by their keys in `latencies.of_rank`: ours, the help. All are of seconds.
+HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
+    (
+        "commands",
+        "sglcache_command_seconds",
+        "From reading a command to writing its answer, where that was in the turn that served it: work, and no wait.",
+    ),
+    (
+        "waits",
+        "sglcache_command_wait_seconds",
+        "Likewise of commands answered later: they waited for an event, a copy, room, the third tier, or long work.",
+    ),
+    (
+        "events",
+        "sglcache_event_wait_seconds",
+        "From a commit or release that names an event to that event's being done, for each shard; none where it was.",
+    ),
+    ("copies", "sglcache_copy_seconds", "From a copy's submission to its end, between tiers; of those that went well."),
+    (
+        "third",
+        "sglcache_third_request_seconds",
+        "From asking the third tier to its answer: to store pages, to fetch them, or to probe what it has.",
+    ),
+    ("delays", "sglcache_stream_delay_seconds", "From a batch's cut to its being sent on the live stream."),
+    ("snapshots", "sglcache_snapshot_seconds", "From a snapshot's begin to its last frame, as its reader took it."),
+    ("stalls", "sglcache_loop_stall_seconds", "How late the event loop comes to a timer."),
+)
+
 
 def of_rank(
     rank: int,
@@ -208,15 +235,16 @@ def of_rank(
     third: Mapping[str, Any] | None = None,
     oldest: Mapping[str, float] | None = None,
     troubles: Iterable[str] = (),
-    stalls: Mapping[str, Any] | None = None,
+    longest_stall_s: float | None = None,
     slow_readers: int = 0,
     scrub: Mapping[str, Any] | None = None,
+    observed: Mapping[str, Sequence[tuple[dict[str, str], Observed]]] | None = None,
 ) -> list[Family]:
     """A rank's families: of the index, of the publisher (None: events are off), `info`, which is constant text, of the
     copy engine by direction, of memory by tier (bytes that are ready, and all), and of the third tier (None: there is
     none; of what only its store's master knows, None too), and of what `watch` sees: by kind the age of the oldest
-    thing in flight, the kinds that are in trouble, and how long the loop stood still (`Stalls.facts`); and of what
-    looks through the host tier (None: nothing does).
+    thing in flight, the kinds that are in trouble, and how long the loop stood still at most; of what looks through
+    the host tier (None: nothing does); and what was `observed`, by the keys of `HISTOGRAMS`.
     """
     own = {"rank": str(rank)}
     families = [Family("sglcache_build", "What runs.", "info", [({**own, **info}, 1)])]
@@ -239,8 +267,11 @@ def of_rank(
     for key, name, grows, text in SCRUB:
         if scrub is not None and (value := scrub[key]) is not None:
             families.append(Family(name, text, "counter" if grows else "gauge", [(own, float(value))]))
-    if stalls is not None:
-        families += _watch(own, oldest or {}, set(troubles), stalls)
+    if longest_stall_s is not None:
+        families += _watch(own, oldest or {}, set(troubles), longest_stall_s)
+    for key, name, text in HISTOGRAMS:
+        if observed is not None and key in observed:
+            families.append(Family(name, text, "histogram", [({**own, **labels}, of) for labels, of in observed[key]]))
     families.append(
         Family("sglcache_slow_readers", "Peers thrown out: they read no answers.", "counter", [(own, slow_readers)])
     )
@@ -252,25 +283,15 @@ def of_rank(
 
 
 def _watch(
-    own: dict[str, str], oldest: Mapping[str, float], troubles: set[str], stalls: Mapping[str, Any]
+    own: dict[str, str], oldest: Mapping[str, float], troubles: set[str], longest_stall_s: float
 ) -> Iterator[Family]:
     ages = [({**own, "what": what}, age_s) for what, age_s in oldest.items()]
     text = "Age of the oldest thing in flight, by kind; 0: there is none."
     yield Family("sglcache_oldest_in_flight_seconds", text, "gauge", ages)
     flags = [({**own, "what": what}, float(what in troubles)) for what in oldest]
     yield Family("sglcache_trouble", "1 while something of that kind does not get on: see /health.", "gauge", flags)
-    total, samples = 0, []
-    for most, count in zip([*map(str, stalls["buckets"]), "+Inf"], stalls["counts"], strict=True):
-        total += count
-        samples.append(({**own, "le": most}, float(total)))
-    samples += [({**own, "stat": "sum"}, stalls["sum"]), ({**own, "stat": "count"}, float(total))]
-    yield Family("sglcache_loop_stall_seconds", "How late the event loop comes to a timer.", "histogram", samples)
-    yield Family(
-        "sglcache_longest_loop_stall_seconds",
-        "The longest of these in this life.",
-        "gauge",
-        [(own, stalls["longest_s"])],
-    )
+    text = "The longest time in this life that the event loop came late to a timer."
+    yield Family("sglcache_longest_loop_stall_seconds", text, "gauge", [(own, longest_stall_s)])
 
 
 def _counters(own: dict[str, str], index: IndexStats) -> Iterable[Family]:
@@ -350,9 +371,16 @@ def page(parts: Iterable[Iterable[Any]]) -> bytes:
     for name, text, kind, samples in (family for part in parts for family in part):
         family = families.setdefault(name, Metric(name, text, kind))
         for labels, value in samples:
-            suffix = suffixes[kind] if kind != "histogram" else "_bucket" if "le" in labels else f"_{labels['stat']}"
-            told = {label: text for label, text in labels.items() if label != "stat"}
-            family.add_sample(name + suffix, told, float(value))
+            if kind != "histogram":
+                family.add_sample(name + suffixes[kind], labels, float(value))
+                continue
+            bounds, counts, seen = value
+            total = 0
+            for most, count in zip([*map(repr, bounds), "+Inf"], counts, strict=True):
+                total += count
+                family.add_sample(f"{name}_bucket", {**labels, "le": most}, float(total))
+            family.add_sample(f"{name}_count", labels, float(total))
+            family.add_sample(f"{name}_sum", labels, seen)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Fixed(families.values()))
     return generate_latest(registry)

@@ -29,6 +29,7 @@ from sglcache.core.index import Index
 from sglcache.core.journal import Entry
 from sglcache.errors import BadRequest, TransferError
 from sglcache.server.collector import Collector
+from sglcache.server.latencies import CommandTimes
 from sglcache.server.loads import Loads
 from sglcache.server.numbers import Numbers
 from sglcache.server.third import ThirdTier
@@ -89,6 +90,7 @@ class Owner:
         self._lost = lost
         self._failed = threading.Event()
         self.wake: Callable[[Wake], None] = _nobody  # the sessions' part takes it over
+        self.times = CommandTimes()
         self.dirty: list[Outbox] = []  # connections with answers of this turn
         self._backups: list[Copy] = []  # write-throughs of this turn
         self.num_turns = 0

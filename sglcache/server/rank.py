@@ -54,7 +54,7 @@ from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
-from sglcache.server import checks, metrics
+from sglcache.server import checks, latencies, metrics
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Refusal, Start, Tenants
 from sglcache.server.collector import Collector
@@ -461,9 +461,10 @@ class Rank:
             third.facts() if third is not None else None,
             self.parts.watch.oldest,
             [trouble.what for trouble in self.parts.watch.troubles],
-            self.parts.watch.stalls.facts(),
+            self.parts.watch.stalls.longest_s,
             self.parts.sessions.num_slow,
             self.parts.scrubbing.facts() if self.parts.scrubbing is not None else None,
+            latencies.of_rank(self.parts),
         )
 
     def _stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ import numpy as np
 
 from sglcache.core import invariants
 from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Share, Wake
+from sglcache.core.histograms import Histogram
 from sglcache.core.holdings import Holding, holdings
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
@@ -358,8 +359,9 @@ class Member(Connection):
         waits, self.waits = self.waits, []
         over = []
         for wait in waits:
-            event, generation, ticket, _ = wait
+            event, generation, ticket, since = wait
             if ring.done(event, generation):
+                self.sessions.event_waits.observe(self.owner.loop.time() - since)
                 over.append(ticket)
             else:
                 self.waits.append(wait)
@@ -569,6 +571,7 @@ class Sessions:
         self.reclaims: deque[Reclaim] = deque(maxlen=RECLAIMS)  # the last ones
         self._dying: dict[SessionId, tuple[int, float]] = {}  # (pid, when): pages are not free for some other reason
         self.num_anew = 0  # times that an announcement was begun anew before it was over
+        self.event_waits = Histogram()  # seconds, to a millisecond, that named events were not done for
         self.num_slow = 0  # members thrown out, for they did not read
         self._by_id: dict[SessionId, Session] = {}
         self._by_token: dict[bytes, Session] = {}

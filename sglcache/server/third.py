@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglcache.config import Config
 from sglcache.core.effects import Cancel, Fetch, Probe, Store
+from sglcache.core.histograms import Histogram
 from sglcache.core.l3 import L3Config
 from sglcache.core.slots import SLOT_BYTES
 from sglcache.errors import Busy, ClosedError, SglcacheError
@@ -139,6 +141,7 @@ class ThirdTier:
         self._telling: asyncio.Task[None] | None = None
         self._asked: dict[TicketId, float] = {}  # probes and fetches under way, oldest first, and since when
         self._under_way: dict[str, dict[TicketId, float]] = {"store": {}, "fetch": {}, "probe": {}}  # and since when
+        self.latency = {kind: Histogram() for kind in self._under_way}  # seconds from the asking to the answer
         self.num_spared = 0  # acquires that did not ask, for it would not have answered
         self._clears: dict[int, Callable[[int | SglcacheError], None]] = {}
         self._next_clear = CLEARING
@@ -237,7 +240,7 @@ class ThirdTier:
     def submit(self, effect: Store | Probe | Fetch | Cancel) -> None:
         """Never waits."""
         if not isinstance(effect, Cancel):
-            self._under_way[_kind(effect)][effect.ticket] = asyncio.get_running_loop().time()
+            self._under_way[_kind(effect)][effect.ticket] = time.monotonic()
         if isinstance(effect, Store):
             self.num_stores += 1
             self.idle.clear()
@@ -293,8 +296,8 @@ class ThirdTier:
         owner.begin_turn()
         index, ticket = owner.index, TicketId(done.ticket)
         self._asked.pop(ticket, None)
-        if done.kind in self._under_way:
-            self._under_way[done.kind].pop(ticket, None)
+        if (since := self._under_way.get(done.kind, {}).pop(ticket, None)) is not None:
+            self.latency[done.kind].observe(time.monotonic() - since)
         match done.kind:
             case "store":
                 self._store_over()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import Struct
 
 from sglcache.config import WatchConfig
+from sglcache.core.histograms import Histogram
 
 if TYPE_CHECKING:  # the supervisor knows troubles by their names alone
     from sglcache.core.index import Index
@@ -31,7 +32,7 @@ logger = logging.getLogger("sglcache.watch")
 
 TICK_S = 0.05  # between two looks at whether the loop turns
 STALL_TOLD_S = 60.0  # a stall is over when it is seen; so long it is told of
-BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # seconds
+STALLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # seconds
 MAX_TOLD = 8  # of one kind, in one beat
 
 WORDS = {
@@ -82,8 +83,7 @@ class Stalls:
     def __init__(self, loop: asyncio.AbstractEventLoop, long_s: float) -> None:
         self._loop = loop
         self._long_s = long_s
-        self.counts = [0] * (len(BUCKETS) + 1)
-        self.total_s = 0.0
+        self.histogram = Histogram(STALLS)
         self.longest_s = 0.0
         self.last: tuple[float, float] | None = None  # (when, how long) of the last that was long
         self._timer: asyncio.TimerHandle | None = None
@@ -100,15 +100,15 @@ class Stalls:
     def _tick(self) -> None:
         now = self._loop.time()
         late = max(0.0, now - self._due)
-        self.counts[next((i for i, most in enumerate(BUCKETS) if late <= most), len(BUCKETS))] += 1
-        self.total_s += late
+        self.histogram.observe(late)
         self.longest_s = max(self.longest_s, late)
         if late > self._long_s:
             self.last = now, late
         self.start()
 
     def facts(self) -> dict[str, Any]:
-        return {"buckets": list(BUCKETS), "counts": list(self.counts), "sum": self.total_s, "longest_s": self.longest_s}
+        bounds, counts, total = self.histogram.observed()
+        return {"buckets": list(bounds), "counts": counts, "sum": total, "longest_s": self.longest_s}
 
 
 class Watch:

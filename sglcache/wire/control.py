@@ -8,7 +8,7 @@ Token ids are raw uint32 little-endian, slots raw int32 little-endian. Nothing h
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -245,6 +245,7 @@ class Cancel(Frame):
 class Recorded(Frame):
     """A worker's: I have recorded `event` behind all my work for `ticket`. No answer."""
 
+    request: ClassVar[None] = None
     ticket: U63
     event: U31
     generation: U63

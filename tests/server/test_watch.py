@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglcache.client import Client
+from sglcache.core.index import Index, IndexConfig
 from sglcache.errors import NoSpace
 from sglcache.server import metrics
 from sglcache.server.watch import WORDS, Stalls, in_words
@@ -237,7 +238,14 @@ def test_every_kind_of_trouble_has_words_and_a_page_of_metrics_has_them() -> Non
     assert sum(facts["counts"]) == 3
     assert facts["longest_s"] == pytest.approx(0.7)
     assert stalls.last == (loop.now, pytest.approx(0.7))
-    text = metrics.page([metrics._watch({"rank": "0"}, dict.fromkeys(WORDS, 0.0), {"load"}, facts)]).decode()
+    stats, observed = (
+        Index(IndexConfig(page_size=4, num_pages=8)).stats(),
+        {"stalls": [({}, stalls.histogram.observed())]},
+    )
+    told = metrics.of_rank(
+        0, stats, None, {}, oldest=dict.fromkeys(WORDS, 0.0), troubles=["load"], longest_stall_s=0.7, observed=observed
+    )
+    text = metrics.page([told]).decode()
     assert 'sglcache_loop_stall_seconds_bucket{le="0.005",rank="0"} 2.0' in text
     assert 'sglcache_loop_stall_seconds_count{rank="0"} 3.0' in text
     assert 'sglcache_trouble{rank="0",what="load"} 1.0' in text
