@@ -49,11 +49,14 @@ COUNTERS = (  # of each companion, behind its name
     "demoted_slots",  # or has
     "evicted_host_slots",
     "unbacked_slots",  # the device has them
+    "cleared_device_slots",  # by a clear
+    "cleared_host_slots",
     "corrupt_slots",  # their bytes, or those of pages of Full that they hung on, were wrong
     "backup_slots",
     "backup_slots_skipped",
     "load_slots",
 )
+CLEARED = ("cleared_device_slots", "cleared_host_slots")
 PRUNED = ("pruned_device_pages", "pruned_host_pages")  # of Full, in place of what it would be counted as otherwise
 
 
@@ -339,7 +342,8 @@ class Companions:
             self.prune(leaf)
 
     def drop(self, c: int, node: Node, gone: bool = True, corrupt: bool = False) -> None:
-        """Take an unlocked cell of a companion from a node. `gone`: it is counted as evicted, or as `corrupt`."""
+        """Take an unlocked cell of a companion from a node. It is counted as evicted, or as cleared without `gone`, or
+        as `corrupt`."""
         pool = self.index.pools[c]
         run = node.cells[c]
         self.index.tell(c, node, False)
@@ -348,13 +352,21 @@ class Companions:
         pool.cached -= len(run) // SLOT_BYTES
         pool.give(run)
         self.index.moved()
+        kind, tier = self.kinds[c // self.T - 1], c % self.T
         if corrupt:
-            self.count(self.kinds[c // self.T - 1], "corrupt_slots", len(run) // SLOT_BYTES)
+            what = "corrupt_slots"
         elif gone:
-            kind, tier = self.kinds[c // self.T - 1], c % self.T
             kept = self.T > HOST and node.cells[kind.device + 1 - tier] is not None
             what = (("evicted_device_slots", "demoted_slots"), ("evicted_host_slots", "unbacked_slots"))[tier][kept]
-            self.count(kind, what, len(run) // SLOT_BYTES)
+        else:
+            what = CLEARED[tier]
+        self.count(kind, what, len(run) // SLOT_BYTES)
+
+    def clear(self) -> None:
+        """All that is cached is about to go at once."""
+        for kind in self.kinds:
+            for tier in range(self.T):
+                self.count(kind, CLEARED[tier], self.index.pools[kind.device + tier].cached)
 
     def drop_with(self, tier: int, node: Node, gone: bool, corrupt: bool = False) -> None:
         """Full leaves the tier: nothing of the node stays there."""

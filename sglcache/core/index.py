@@ -37,6 +37,7 @@ from sglcache.core.effects import (
 from sglcache.core.encoding import PLAIN, Extras, Format
 from sglcache.core.eventlog import EventLog
 from sglcache.core.eviction import LRU, Policy
+from sglcache.core.histograms import AGES, Histogram
 from sglcache.core.key import ROOT, TOKEN_BYTES, Keys, Namespace
 from sglcache.core.l3 import FOR_EVER, L3, L3Config, Waiter
 from sglcache.core.leases import Lease, Operation, Pin, Session, Ticket
@@ -329,6 +330,8 @@ class Index:
                 quiet=not config.events,
             )
         self.l3: L3 | None = None if config.l3 is None else L3(self, config.l3)
+        self.lifetimes = [Histogram(AGES) for _ in range(num_tiers)]  # of pages of Full that make room on a tier
+        self.idle_times = [Histogram(AGES) for _ in range(num_tiers)]
         self.version = 0  # rises with every change of presence
         self._moves = 0  # rises with everything else that a proof looks at
         self.sessions: dict[SessionId, Session] = {}
@@ -1128,6 +1131,8 @@ class Index:
         cleared = {Tier(c): pool.cached for c, pool in enumerate(self.pools[: self.T])}
         for reasons, pool in zip(LEFT, self.pools[: self.T], strict=False):
             self.counters[reasons[2]] += pool.cached
+        if self.companions is not None:
+            self.companions.clear()
         self.pools[:] = [SlotPool(pool.total) for pool in self.pools]
         if self.journal is not None:
             self.journal.append(journal.Cleared())
@@ -2576,8 +2581,12 @@ class Index:
         elif corrupt:
             counters["corrupt_pages"] += pages
         else:
-            counters["evicted_nodes"] += not cleared
             counters[LEFT[c][2 if cleared else kept]] += pages
+            if not cleared:
+                counters["evicted_nodes"] += 1
+                now = tree.now
+                self.lifetimes[c].observe(now - node.born, pages)
+                self.idle_times[c].observe(now - node.used, pages)
         if kept:
             return
         self.backups.forget(node)

@@ -1348,10 +1348,10 @@ class Hybrid:
             assert (pool.locked, pool.leased, pool.fenced) == (0, 0, 0), f"something is held by nobody: {pool}"
             assert pool.free + pool.cached == pool.total
             r, tier = self.cells[c]
-            if r != FULL and tier == DEVICE and not self.num_hits.get("cleared"):
-                counts = ("committed_slots", "evicted_device_slots", "demoted_slots")
-                came, evicted, demoted = (stats.counters[f"{pool.resource}_{what}"] for what in counts)
-                went = evicted + demoted
+            if r != FULL and tier == DEVICE:
+                counts = ("committed_slots", "evicted_device_slots", "demoted_slots", "cleared_device_slots")
+                came, *left = (stats.counters[f"{pool.resource}_{what}"] for what in counts)
+                went = sum(left)
                 assert came - went == pool.cached, (
                     f"{came} slots came, {went} went, and {pool.cached} are there: {pool}"
                 )

@@ -1724,6 +1724,9 @@ class Rig:
             for name, reason in zip(names, ("evicted", "kept", "cleared"), strict=True):
                 counted = stats.counters[name], model.left[tier, reason]
                 assert counted[0] == counted[1], f"{name} is {counted[0]}, should be {counted[1]}"
+            made_room = model.left[tier, "evicted"] + model.left[tier, "kept"]
+            for ages in (self.index.lifetimes, self.index.idle_times) if stats.pools[tier:] else ():
+                assert sum(ages[tier].counts) == made_room, "the age of each page that makes room is counted once"
         leases = sum(len(session.leases) for session in model.sessions.values())
         assert (stats.num_leases, stats.num_fenced_leases) == (leases, len(model.fenced))
         below = self.index.l3
