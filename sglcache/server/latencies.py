@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
 from sglcache.core.histograms import Histogram, Observed
+from sglcache.units import Tier
 from sglcache.wire import control
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 WORK, WAIT = "work", "wait"
 OK, REFUSED = "ok", "refused"
 OTHER = "other"
+TIERS = tuple(tier.name.lower() for tier in (Tier.DEVICE, Tier.HOST))
 KINDS: dict[type, str] = {
     control.Acquire: "acquire",
     control.Extend: "extend",
@@ -70,12 +72,14 @@ Observations = dict[str, list[tuple[dict[str, str], Observed]]]
 
 def of_rank(parts: Parts) -> Observations:
     """All that a rank measures, by the keys of `metrics.HISTOGRAMS`: the labels beside `rank`, and what was seen."""
-    times = parts.owner.times
+    times, index = parts.owner.times, parts.index
     found: Observations = {
         "commands": [*times.observed(WORK)],
         "waits": [*times.observed(WAIT)],
         "events": [({}, parts.sessions.event_waits.observed())],
         "copies": [({"direction": lane.name}, lane.latency()) for lane in parts.engine.lanes.values()],
+        "lifetimes": [({"tier": tier}, each.observed()) for tier, each in zip(TIERS, index.lifetimes, strict=False)],
+        "idle": [({"tier": tier}, each.observed()) for tier, each in zip(TIERS, index.idle_times, strict=False)],
         "stalls": [({}, parts.watch.stalls.histogram.observed())],
     }
     if (third := parts.owner.third) is not None:

@@ -34,7 +34,8 @@ FULL = {"resource": "full"}
 WHY_LEFT = (
     "Cached pages that left a tier: evicted to make room, and no tier has them; demoted to make room on the device, "
     "the host has them; unbacked to make room on the host, the device has them; cleared by a clear; pruned, since a "
-    "window or a state has gone that a match would need."
+    "window or a state has gone that a match would need; corrupt, their bytes, or those of what they hung on, being "
+    "wrong."
 )
 
 # The index's counters: its name for one, ours, the labels that tell it from its siblings, the help.
@@ -71,12 +72,32 @@ COUNTERS: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("loads_failed", "sglcache_copies_failed", {"direction": "load"}, "Copies between tiers that failed."),
     ("loads_declined", "sglcache_loads_declined", {}, "Host hits beyond the quota, to be computed again."),
     ("l3_store_pages", "sglcache_third_store_pages", {}, "Pages sent to the third tier."),
-    ("l3_stores_failed", "sglcache_third_store_failed_pages", {}, "Of the pages sent to it, those it did not take."),
-    ("l3_pages_skipped", "sglcache_third_skipped_pages", {}, "Pages not sent to it: too many waited to be stored."),
-    ("l3_stores_retried", "sglcache_third_store_retries", {}, "Of what was not sent, paths that were sent later."),
-    ("prefetches", "sglcache_prefetches", {}, "Times that the third tier was to be looked into."),
-    ("prefetches_declined", "sglcache_prefetches_declined", {}, "Of these, those for which the host had no room."),
-    ("prefetch_pages", "sglcache_prefetch_pages", {}, "Pages of the third tier that were asked for."),
+    (
+        "l3_stores_failed",
+        "sglcache_third_store_failed_pages",
+        {},
+        "Of the pages sent to the third tier, those it did not take.",
+    ),
+    (
+        "l3_pages_skipped",
+        "sglcache_third_skipped_pages",
+        {},
+        "Pages not sent to the third tier: too many waited to be stored.",
+    ),
+    (
+        "l3_stores_retried",
+        "sglcache_third_store_retries",
+        {},
+        "Paths not sent to the third tier at first that were sent later.",
+    ),
+    ("prefetches", "sglcache_prefetches", {}, "Times that the third tier was to be looked into for a request."),
+    (
+        "prefetches_declined",
+        "sglcache_prefetches_declined",
+        {},
+        "Looks into the third tier that were not begun, for the host had no room.",
+    ),
+    ("prefetch_pages", "sglcache_prefetch_pages", {}, "Pages that the third tier was asked for."),
     ("prefetched_pages", "sglcache_prefetched_pages", {}, "Pages that came to the host from the third tier."),
     ("unpublished_pages", "sglcache_unpublished_pages", {}, "Pages of namespaces that routers can't be told of."),
     ("sessions_ended", "sglcache_sessions_ended", {}, "Sessions of model runners that are over."),
@@ -97,6 +118,8 @@ OF_COMPANIONS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("demoted_slots", LEFT, {"tier": "device", "reason": "demoted"}),
     ("evicted_host_slots", LEFT, {"tier": "host", "reason": "evicted"}),
     ("unbacked_slots", LEFT, {"tier": "host", "reason": "unbacked"}),
+    ("cleared_device_slots", LEFT, {"tier": "device", "reason": "cleared"}),
+    ("cleared_host_slots", LEFT, {"tier": "host", "reason": "cleared"}),
     ("corrupt_slots", LEFT, {"tier": "host", "reason": "corrupt"}),
     ("backup_slots", "sglcache_backup_pages", {}),
     ("backup_slots_skipped", "sglcache_backup_skipped_pages", {}),
@@ -109,7 +132,7 @@ GAUGES: tuple[tuple[str, str, str], ...] = (
     ("num_leases", "sglcache_leases", "Leases held, fenced ones included."),
     ("num_fenced_leases", "sglcache_fenced_leases", "Leases of ended sessions whose last use is not known to be over."),
     ("num_waiting", "sglcache_waiting_requests", "Requests that wait for room, or for the third tier."),
-    ("num_copies", "sglcache_copies", "Copies between tiers that are on their way."),
+    ("num_copies", "sglcache_copies", "Copies between all tiers that are on their way, the third included."),
     ("pinned_pages", "sglcache_pinned_pages", "Pages that owners keep from eviction."),
     ("num_nodes", "sglcache_nodes", "Nodes of the tree."),
     ("num_spaces", "sglcache_namespaces", "Namespaces with anything cached."),
@@ -153,13 +176,13 @@ TENANTS: tuple[tuple[str, str, bool, str], ...] = (
     ("floor", "sglcache_tenant_floor_pages", False, "Pages of a tenant that are not evicted for others."),
     ("ceiling", "sglcache_tenant_ceiling_pages", False, "Pages that a tenant may have; without one it is missing."),
     ("charged", "sglcache_tenant_charged_pages", False, "Pages that a tenant has, cached, leased and fenced."),
-    ("locked", "sglcache_tenant_locked_pages", False, "Of its cached pages, those in use or pinned."),
+    ("locked", "sglcache_tenant_locked_pages", False, "Cached pages of a tenant that are in use or pinned."),
     ("taken", "sglcache_tenant_taken_pages", True, "Pages of a tenant evicted to make room for others."),
     (
         "broken",
         "sglcache_tenant_broken_pages",
         True,
-        "Of these, those below its floor: they hung on another tenant's pages, and nothing else could go.",
+        "Pages of a tenant evicted for others below its floor: they hung on another's, and nothing else could go.",
     ),
     ("skipped", "sglcache_tenant_skipped_pages", True, "Pages not copied to a tier since the limits left no room."),
 )
@@ -167,20 +190,30 @@ TENANTS: tuple[tuple[str, str, bool, str], ...] = (
 THIRD: tuple[tuple[str, str, bool, str], ...] = (
     ("ready", "sglcache_third_ready", False, "1 once it is known what the third tier held before this life."),
     ("connected", "sglcache_third_connected", False, "1 while the third tier can be asked; else all in it is a miss."),
-    ("broken", "sglcache_third_broken", False, "1 if what it held can't be read: it is left alone, all is a miss."),
+    (
+        "broken",
+        "sglcache_third_broken",
+        False,
+        "1 if the third tier can't be opened or read: it is left alone, all is a miss.",
+    ),
     ("writable", "sglcache_third_writable", False, "1 unless the last page to be stored could not be written."),
-    ("spared", "sglcache_third_spared_acquires", True, "Acquires that did not ask it, for it did not answer others."),
+    (
+        "spared",
+        "sglcache_third_spared_acquires",
+        True,
+        "Acquires that did not ask the third tier, for it did not answer others.",
+    ),
     ("num_pages", "sglcache_third_pages", False, "Pages that the third tier holds."),
-    ("num_bytes", "sglcache_third_bytes", False, "Bytes that these take."),
-    ("max_bytes", "sglcache_third_max_bytes", False, "Bytes that they may take."),
-    ("evicted_pages", "sglcache_third_evicted_pages", True, "Pages that left the third tier to make room."),
-    ("discarded_pages", "sglcache_third_discarded_pages", True, "Pages found to be bad there, and thrown away."),
+    ("num_bytes", "sglcache_third_bytes", False, "Bytes that the third tier's pages take."),
+    ("max_bytes", "sglcache_third_max_bytes", False, "Bytes that the third tier's pages may take."),
 )
+# Why pages left it, by its name for one: the reason, of `LEFT`.
+THIRD_LEFT = (("evicted_pages", "evicted"), ("discarded_pages", "corrupt"), ("cleared_pages", "cleared"))
 # Of what goes to it and comes from it, by direction: the part of the names there, ours, the help.
 THIRD_MOVED: tuple[tuple[str, str, str], ...] = (
     ("pages", "sglcache_third_moved_pages", "Pages stored in the third tier, and fetched from it."),
-    ("bytes", "sglcache_third_moved_bytes", "Bytes of these pages."),
-    ("seconds", "sglcache_third_moving_seconds", "Seconds that its threads were at it, added up."),
+    ("bytes", "sglcache_third_moved_bytes", "Bytes of pages stored in the third tier, and fetched from it."),
+    ("seconds", "sglcache_third_moving_seconds", "Seconds that threads stored pages, and fetched them, added up."),
 )
 THIRD_MISSED = "Pages that were to be fetched, or to be stored, and were not, by what was wrong with the first of them."
 THIRD_QUEUED = "Work for the third tier that is not over."
@@ -188,12 +221,22 @@ THIRD_QUEUED = "Work for the third tier that is not over."
 # What looks through the host tier, by its name for one in `Scrubbing.facts`: ours, whether it only grows, the help.
 SCRUB: tuple[tuple[str, str, bool, str], ...] = (
     ("pages", "sglcache_scrubbed_pages", True, "Host pages looked at for whether their bytes have changed."),
-    ("bytes", "sglcache_scrubbed_bytes", True, "Bytes of these pages."),
-    ("compared_pages", "sglcache_scrub_compared_pages", True, "Of these pages, those that had been looked at before."),
+    ("bytes", "sglcache_scrubbed_bytes", True, "Bytes of the host pages that were looked at."),
+    (
+        "compared_pages",
+        "sglcache_scrub_compared_pages",
+        True,
+        "Host pages looked at whose bytes were known from before.",
+    ),
     ("mismatches", "sglcache_scrub_mismatches", True, "Host pages whose bytes had changed by themselves."),
     ("rounds", "sglcache_scrub_rounds", True, "Times that the whole host tier was looked through."),
-    ("round_age_s", "sglcache_scrub_round_age_seconds", False, "Since the last of these; missing before the first."),
-    ("seconds", "sglcache_scrubbing_seconds", True, "Seconds of a processor that it took."),
+    (
+        "round_age_s",
+        "sglcache_scrub_round_age_seconds",
+        False,
+        "Since the whole host tier was last looked through; missing before the first time.",
+    ),
+    ("seconds", "sglcache_scrubbing_seconds", True, "Seconds of a processor that looking through the host tier took."),
 )
 
 # Distributions, by their keys in `latencies.of_rank`: ours, the help. All are of seconds.
@@ -206,12 +249,13 @@ HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     (
         "waits",
         "sglcache_command_wait_seconds",
-        "Likewise of commands answered later: they waited for an event, a copy, room, the third tier, or long work.",
+        "From reading a command to writing its answer, where that was later: it waited for an event, a copy, room, the "
+        "third tier, or long work.",
     ),
     (
         "events",
-        "sglcache_event_wait_seconds",
-        "From a commit or release that names an event to that event's being done, for each shard; none where it was.",
+        "sglcache_runner_event_wait_seconds",
+        "From when a runner names an event, with a commit or release, to its end, for each shard; none if it was over.",
     ),
     ("copies", "sglcache_copy_seconds", "From a copy's submission to its end, between tiers; of those that went well."),
     (
@@ -221,6 +265,16 @@ HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     ("delays", "sglcache_stream_delay_seconds", "From a batch's cut to its being sent on the live stream."),
     ("snapshots", "sglcache_snapshot_seconds", "From a snapshot's begin to its last frame, as its reader took it."),
+    (
+        "lifetimes",
+        "sglcache_page_lifetime_seconds",
+        "From when a page came to the cache to when it left a tier to make room.",
+    ),
+    (
+        "idle",
+        "sglcache_page_idle_seconds",
+        "From when a page was last let go of, by a request or a pin, to when it left a tier to make room.",
+    ),
     ("stalls", "sglcache_loop_stall_seconds", "How late the event loop comes to a timer."),
 )
 
@@ -309,7 +363,7 @@ def _counters(own: dict[str, str], index: IndexStats) -> Iterable[Family]:
 
 
 def _pools(own: dict[str, str], index: IndexStats) -> Iterator[Family]:
-    size = Family("sglcache_pool_pages", "Pages in the pool.", "gauge", [])
+    size = Family("sglcache_pool_pages", "Pages in the pool of a resource on a tier.", "gauge", [])
     states = Family("sglcache_pages", "Pages by state; the states add up to the pool.", "gauge", [])
     locked = Family("sglcache_locked_pages", "Of the cached pages, those in use or pinned.", "gauge", [])
     for pool in index.pools:
@@ -337,6 +391,12 @@ def _third(own: dict[str, str], facts: Mapping[str, Any]) -> Iterator[Family]:
     for key, name, grows, text in THIRD:
         if (value := facts.get(key)) is not None:
             yield Family(name, text, "counter" if grows else "gauge", [(own, float(value))])
+    left = [
+        ({**own, **FULL, "tier": "third", "reason": reason}, float(value))
+        for key, reason in THIRD_LEFT
+        if (value := facts.get(key)) is not None
+    ]
+    yield Family(LEFT, WHY_LEFT, "counter", left)
     for key, name, text in THIRD_MOVED:
         samples = [({**own, "direction": way}, float(facts.get(f"{way}_{key}", 0))) for way in ("stored", "fetched")]
         yield Family(name, text, "counter", samples)

@@ -404,6 +404,7 @@ class ThirdTier:
                 facts[f"{name}_pages"] = counters.pages[kind]  # type: ignore[index]
                 facts[f"{name}_bytes"] = counters.bytes[kind]  # type: ignore[index]
                 facts[f"{name}_seconds"] = round(counters.seconds[kind], 6)  # type: ignore[index]
+            facts["cleared_pages"] = counters.pages["clear"]
             facts["misses"] = dict(counters.missed["fetch"])
             facts["not_stored"] = dict(counters.missed["store"])
         return facts

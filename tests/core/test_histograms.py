@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -40,6 +41,6 @@ def test_what_was_observed_does_not_change_with_what_comes() -> None:
 
 @pytest.mark.parametrize("bounds", [LATENCIES, AGES])
 def test_bounds_rise_in_even_steps_and_are_told_in_few_digits(bounds: tuple[float, ...]) -> None:
-    steps = [after / before for before, after in zip(bounds, bounds[1:], strict=False)]
+    steps = [after / before for before, after in pairwise(bounds)]
     assert all(1.9 < step < 3.4 for step in steps)
     assert all(len(repr(bound)) <= 8 for bound in bounds)

@@ -1,4 +1,4 @@
-"""Each answer is counted once: as work if it came in the turn that served the command, else as a wait; and by outcome."""
+"""Each answer is counted once: as work if it came in the turn that served the command, else as a wait."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_answers_are_counted_by_kind_and_outcome_and_waits_apart_from_work(lend:
     assert new["command", "acquire", "refused"] == 1
     assert new["command_wait", "acquire", "refused"] == 1
     assert new["command", "commit", "ok"] == 1
-    assert new["command_wait", "commit", "ok"] == new["event_wait",] == 1
+    assert new["command_wait", "commit", "ok"] == new["runner_event_wait",] == 1
     assert new["command", OTHER, "refused"] == 1
     assert new["command", OTHER, "ok"] >= 1  # the ping, and what settling asked
     assert new["copy", "backup"] == daemon.status(prove=False)["copies"][0]["copies"] > 0
