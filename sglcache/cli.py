@@ -1,90 +1,79 @@
 """The command line. Commands are glue: the work is in the packages, which are imported when a command runs.
 
-Exit codes: 0 it is as it should be; 1 a check failed or the daemon refused; 2 wrong usage or configuration; 69 the
-daemon can't be reached (sysexits' EX_UNAVAILABLE); 70 a rank of `serve` failed (EX_SOFTWARE); 130 interrupted. An error
-is one line on stderr, `error[code]: message`; output is for pipes wherever it is JSON.
+What all have in common, from exit codes to `--json`, is `console`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
-import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from sglcache.errors import BadRequest, Busy, ConfigError, NotInstalled, SglcacheError, StartError, Unavailable, extras
+from sglcache.console import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_SOFTWARE,
+    EXIT_UNAVAILABLE,
+    EXITS,
+    Group,
+    Number,
+    complain,
+    emit,
+    exit_code,
+    json_option,
+    misused,
+)
+from sglcache.errors import BadRequest, Busy, SglcacheError, Unavailable, extras
 
 if TYPE_CHECKING:
     from sglcache.client import Client
-    from sglcache.client.mirror import Mirror
 
 SUBSCRIBER_DEFAULT = "tcp://127.0.0.1:5557"  # of scripts/subscribe.py
-EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_SOFTWARE, EXIT_INTERRUPTED = 1, 2, 69, 70, 130
-
-
-class Lazy(click.Group):
-    """A group whose commands are another module's, imported when one is asked for."""
-
-    def __init__(self, target: str, **kwargs: Any) -> None:
-        """`target`: module:attribute, a click group."""
-        super().__init__(**kwargs)
-        self.target = target
-
-    def _group(self) -> click.Group:
-        module, _, attribute = self.target.partition(":")
-        group = getattr(importlib.import_module(module), attribute)
-        assert isinstance(group, click.Group), f"{self.target} is {group!r}"
-        return group
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return self._group().list_commands(ctx)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return self._group().get_command(ctx, cmd_name)
 
 
 class LazyCommand(click.Command):
-    """A command that is another module's, imported when it is called or asked about."""
+    """A command, or a group of them, that is another module's, imported when it is called or asked about."""
 
     def __init__(self, target: str, **kwargs: Any) -> None:
         """`target`: module:attribute, a click command; `help` is what the list of commands shows."""
         super().__init__(**kwargs)
         self.target = target
 
-    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
+    def loaded(self) -> click.Command:
         module, _, attribute = self.target.partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command), f"{self.target} is {command!r}"
-        return command.make_context(info_name, args, *more, **extra)
+        return command
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
+        return self.loaded().make_context(info_name, args, *more, **extra)
 
 
 @click.group(
+    cls=Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 fine, 1 a check failed or the daemon refused, 2 usage or configuration, 69 no daemon.",
+    examples=(
+        "sglcache serve --set pool.page_size=64",
+        "sglcache status",
+        "sglcache top",
+        "sglcache doctor",
+        "sglcache status --json | jq .pools",
+    ),
+    exits=EXITS,
 )
+@click.version_option(package_name="sglcache", message="%(version)s")
 def cli() -> None:
     """A KV cache server: owns the KV pages beside a model runner, and tells routers where they are.
 
     Start one with `sglcache serve`; the other commands talk to it.
     """
-
-
-class Number(click.FloatRange):
-    """A finite number within a range: nan is within every range that click looks at, and ends no wait."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
-        return number
 
 
 socket_option = click.option(
@@ -93,7 +82,6 @@ socket_option = click.option(
     envvar="SGLCACHE_SOCKET",
     help="The control socket of the daemon's rank 0; by default where `sglcache serve` of this user puts it.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, for programs.")
 
 
 def rank_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -150,8 +138,8 @@ def each_of(targets: list[Target], work: Callable[[Target], None]) -> int:
         except SglcacheError as exc:
             if len(targets) == 1:
                 raise
-            click.echo(f"error[{exc.code}]: rank {target.offset}: {exc.message}", err=True)
-            code = code or _exit_code(exc)
+            complain(exc, rank=target.offset)
+            code = code or exit_code(exc)
     return code
 
 
@@ -183,7 +171,14 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "sglcache serve",
+        "sglcache serve --config configs/dp2-pp2.toml",
+        "sglcache serve --set pool.page_size=64 --log-format json",
+    ),
+    exits={EXIT_SOFTWARE: EXITS[EXIT_SOFTWARE], EXIT_INTERRUPTED: "128 + N: a second signal N ended it at once"},
+)
 @click.option(
     "--config",
     "-c",
@@ -193,29 +188,56 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     help="A TOML file; see configs/cpu.toml.",
 )
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
-@click.option("--verbose", "-v", count=True, help="Log who comes and goes; twice, to debug.")
-def serve(file: Path | None, overrides: tuple[str, ...], verbose: int) -> int:
+@click.option("--verbose", "-v", count=True, help="Log who comes and goes (log.level = info); twice, to debug.")
+@click.option("--log-format", type=click.Choice(["lines", "json"]), help="How to log, whatever log.format says.")
+def serve(file: Path | None, overrides: tuple[str, ...], verbose: int, log_format: str | None) -> int:
     """Run the daemon: every rank of this host. SIGTERM or Ctrl-C drains and exits 0; a second one exits at once.
 
     `sglcache check` says beforehand what it takes.
     """
+    from sglcache.server import logs
+
+    if verbose:
+        overrides = (*overrides, f"log.level={'info' if verbose == 1 else 'debug'}")
+    if log_format is not None:
+        overrides = (*overrides, f"log.format={log_format}")
+    in_json = logs.wanted(file, overrides) == logs.JSON
+    try:
+        return _serve(file, overrides, in_json)
+    except SglcacheError as exc:
+        if not in_json:
+            raise
+        told: dict[str, Any] = {"code": exc.code, "facts": exc.facts, "remedy": exc.remedy}
+        click.echo(logs.line("critical", "sglcache.supervisor", exc.message, **told), err=True)
+        return exit_code(exc)
+
+
+def _serve(file: Path | None, overrides: tuple[str, ...], in_json: bool) -> int:
     from sglcache import config
 
     settings = config.load(file, overrides)
     import logging
     import time
 
-    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from sglcache.server import logs
+
+    logs.begin(logging.getLevelNamesMapping()[settings.log.level.upper()], settings.log.format)
     started = time.perf_counter()
     from sglcache.server.supervisor import Supervisor
 
-    def ready(info: dict[str, Any]) -> None:
-        click.echo(_first_screen(info, time.perf_counter() - started))
+    def say(text: str, **more: Any) -> None:
+        click.echo(logs.line("info", "sglcache.supervisor", text, **more) if in_json else text)
         sys.stdout.flush()
 
+    def ready(info: dict[str, Any]) -> None:
+        start_s = time.perf_counter() - started
+        if in_json:
+            say("ready", start_s=round(start_s, 3), **{key: info[key] for key in ("version", "http", "ranks")})
+        else:
+            say(_first_screen(info, start_s))
+
     code = Supervisor(settings).run(ready)
-    click.echo("drained and stopped" if code == 0 else f"stopped with {code}")
+    say("drained and stopped" if code == 0 else f"stopped with {code}")
     return code
 
 
@@ -310,10 +332,11 @@ def _bytes(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
-@cli.command()
+@cli.command(examples=("sglcache ping", "sglcache ping --rank 1"), exits={EXIT_UNAVAILABLE: "a rank can't be reached"})
 @socket_option
 @rank_option("all")
-def ping(socket: Path | None, rank: str | None) -> int:
+@json_option
+def ping(socket: Path | None, rank: str | None, as_json: bool) -> int:
     """Ask the daemon for a sign of life; prints how long the answer took."""
     import time
 
@@ -322,7 +345,10 @@ def ping(socket: Path | None, rank: str | None) -> int:
             started = time.perf_counter()
             client.ping()
             micros = (time.perf_counter() - started) * 1e6
-        click.echo(f"{_label(target)}ok: {micros:.0f} µs")
+        if as_json:
+            emit({"rank": target.offset or 0, "micros": round(micros, 1)})
+        else:
+            click.echo(f"{_label(target)}ok: {micros:.0f} µs")
 
     return each_of(targets_of(socket, rank), work)
 
@@ -331,7 +357,10 @@ def _label(target: Target) -> str:
     return f"rank {target.offset}: " if target.is_one_of > 1 else ""
 
 
-@cli.command()
+@cli.command(
+    examples=("sglcache status", "sglcache status --rank 1 --no-prove", "sglcache status --json | jq .counters"),
+    exits={EXIT_FAILED: "a rank does not serve, or its books are wrong or not proved", EXIT_UNAVAILABLE: EXITS[69]},
+)
 @socket_option
 @rank_option("all, in a table")
 @json_option
@@ -348,10 +377,10 @@ def status(socket: Path | None, rank: str | None, as_json: bool, prove: bool) ->
     with observer_of(alone.socket) as client:
         facts = client.status(prove=prove)
     if as_json:
-        click.echo(json.dumps(facts, indent=2))
+        emit(facts)
     else:
         _show_status(facts)
-    if prove and "violations" not in facts:
+    if prove and "violations" not in facts and not as_json:
         click.echo("proof     not taken: commands kept overtaking it; ask again when it is quieter", err=True)
     return proof_status(facts, prove)
 
@@ -368,7 +397,7 @@ def _status_of_several(targets: list[Target], as_json: bool, prove: bool) -> int
                 row |= {"state": "unreachable", "why": exc.message}
         rows.append(row)
     if as_json:
-        click.echo(json.dumps({"ranks": rows}, indent=2))
+        emit({"ranks": rows})
     else:
         _show_ranks(rows)
     return EXIT_FAILED if any(row["state"] != "ok" or proof_status(row, prove) for row in rows) else 0
@@ -575,59 +604,10 @@ def _third_lines(third: dict[str, Any], counters: dict[str, int]) -> Iterator[st
         yield f"          {third['evicted_pages']:,} pages evicted, {third['discarded_pages']:,} bad ones thrown away"
 
 
-@cli.command()
-@socket_option
-@rank_option("all")
-@click.option("--endpoint", help="The stream's endpoint; by default the daemon is asked.")
-@click.option("--replay-endpoint", help="Where to ask for what came before; by default the daemon is asked.")
-@click.option("--topic", default="", help="Only this topic, with --endpoint.")
-@click.option("--medium", type=click.Choice(["GPU", "CPU_PINNED", "DISK", "EXTERNAL"]), help="Only of this medium.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Stop after so many events.")
-def watch(
-    socket: Path | None,
-    rank: str | None,
-    endpoint: str | None,
-    replay_endpoint: str | None,
-    topic: str,
-    medium: str | None,
-    limit: int | None,
-) -> int:
-    """Print the event stream as JSON lines, from what is cached now on.
-
-    Each line has the batch's number, `seq`, its `rank`, and the event as it is on the wire. A loss that replay could
-    not repair shows as an AllBlocksCleared.
-    """
-    from sglcache.client.mirror import Curve, Mirror, Source
-
-    sources = [Source(endpoint, replay_endpoint, topic)] if endpoint is not None else []
-    curve = None
-    if endpoint is None:
-        for target in targets_of(socket, rank):
-            with observer_of(target.socket) as client:
-                facts = client.status()
-            if (stream := facts["stream"]) is None:
-                raise Unavailable("the daemon publishes no events (events.enabled = false)")
-            curve = Curve.of_stream(stream)
-            sources.append(Source(stream["endpoint"], stream["replay_endpoint"], stream["topic"], facts["rank"]))
-    left = limit
-    with Mirror.of(sources, curve=curve) as mirror:
-        for line in _event_lines(mirror, medium):
-            click.echo(line)
-            if left is not None and (left := left - 1) == 0:
-                break
-    return 0
-
-
-def _event_lines(mirror: Mirror, medium: str | None) -> Iterator[str]:
-    import msgspec
-
-    for seq, rank, event in mirror.follow():
-        fields = msgspec.to_builtins(event)
-        if medium is None or fields.get("medium", "GPU") == medium or fields["type"] == "AllBlocksCleared":
-            yield json.dumps({"seq": seq, "rank": rank, **fields})
-
-
-@cli.command()
+@cli.command(
+    examples=("sglcache clear", "sglcache clear --tier disk", "sglcache clear --wait 30 --json"),
+    exits={EXIT_FAILED: "leases or copies hold it; nothing was dropped", EXIT_UNAVAILABLE: EXITS[69]},
+)
 @socket_option
 @rank_option("all")
 @click.option(
@@ -674,11 +654,18 @@ def clear(socket: Path | None, rank: str | None, tier: str | None, wait_s: float
     code = each_of(targets, work)
     if as_json:
         several = {"ranks": [{"rank": offset, "pages": pages} for offset, pages in dropped.items()]}
-        click.echo(json.dumps(several if len(targets) > 1 else {"pages": next(iter(dropped.values()))}))
+        emit(several if len(targets) > 1 else {"pages": next(iter(dropped.values()), {})})
     return code
 
 
-@cli.command()
+@cli.command(
+    examples=(
+        "sglcache replay --verify",
+        "sglcache replay --trace mooncake_trace.jsonl --limit 500 --clients 4",
+        "sglcache replay --kind unified --verify --json",
+    ),
+    exits={EXIT_FAILED: "bytes or the mirror were wrong, or the daemon refused", EXIT_UNAVAILABLE: EXITS[69]},
+)
 @socket_option
 @rank_option("the first")
 @click.option(
@@ -750,68 +737,33 @@ def replay(
     return 0 if report.ok else EXIT_FAILED
 
 
-bench = Lazy("sglcache.bench.cli:bench", name="bench", help="Measure it: one benchmark for each journey.")
-cli.add_command(bench)
-cli.add_command(
-    Lazy("sglcache.commands.doctor:doctor", name="doctor", help="Look for what keeps others from working with it.")
-)
-cli.add_command(
-    LazyCommand("sglcache.commands.check:check", name="check", help="What a configuration takes, or what is wrong.")
-)
-cli.add_command(
-    LazyCommand("sglcache.commands.config:config", name="config", help="What a daemon would run with, every key.")
-)
-cli.add_command(
-    LazyCommand("sglcache.commands.fsck:fsck", name="fsck", help="Prove that a running daemon is what it says it is.")
-)
-cli.add_command(
-    LazyCommand("sglcache.commands.purge:purge", name="purge", help="Remove the host tier that outlived its daemon.")
-)
-cli.add_command(
-    LazyCommand("sglcache.commands.health:health", name="health", help="Whether every rank serves, for probes.")
-)
-cli.add_command(
-    LazyCommand("sglcache.commands.sessions:sessions", name="sessions", help="Who is attached, and what each holds.")
-)
-cli.add_command(
-    LazyCommand(
-        "sglcache.commands.tenants:tenants",
-        name="tenants",
-        help="What each tenant has and may have.",
-    )
-)
-cli.add_command(
-    LazyCommand(
+LAZY = (
+    ("sglcache.bench.cli:bench", "bench", "Measure it: one benchmark for each journey."),
+    ("sglcache.commands.events:events", "events", "Print the event stream, as it comes or from a number on."),
+    ("sglcache.commands.events:watch", "watch", "The same as `events --replay --json`."),
+    ("sglcache.commands.doctor:doctor", "doctor", "Look for what is wrong with the machine and the daemon."),
+    ("sglcache.commands.check:check", "check", "What a configuration takes, or what is wrong."),
+    ("sglcache.commands.config:config", "config", "What a daemon would run with, every key."),
+    ("sglcache.commands.fsck:fsck", "fsck", "Prove that a running daemon is what it says it is."),
+    ("sglcache.commands.purge:purge", "purge", "Remove the host tier that outlived its daemon."),
+    ("sglcache.commands.health:health", "health", "Whether every rank serves, for probes."),
+    ("sglcache.commands.sessions:sessions", "sessions", "Who is attached, and what each holds."),
+    ("sglcache.commands.tenants:tenants", "tenants", "What each tenant has and may have."),
+    (
         "sglcache.commands.sessions:evict_session",
-        name="evict-session",
-        help="End a session, such as that of a runner that hangs.",
-    )
+        "evict-session",
+        "End a session, such as that of a runner that hangs.",
+    ),
+    ("sglcache.commands.verify:verify", "verify", "Check that the event stream says what the index holds."),
+    ("sglcache.commands.stream:announce", "announce", "Tell all that is cached anew on the event stream."),
+    ("sglcache.commands.stream:keygen", "keygen", "Make a pair of CURVE keys for the event stream."),
+    ("sglcache.commands.torture:torture", "torture", "Break a daemon of its own in every way, and see nothing give."),
 )
-cli.add_command(
-    LazyCommand(
-        "sglcache.commands.verify:verify", name="verify", help="Check that the event stream says what the index holds."
-    )
-)
-cli.add_command(
-    LazyCommand(
-        "sglcache.commands.stream:announce", name="announce", help="Tell all that is cached anew on the event stream."
-    )
-)
-cli.add_command(
-    LazyCommand(
-        "sglcache.commands.stream:keygen", name="keygen", help="Make a pair of CURVE keys for the event stream."
-    )
-)
-cli.add_command(
-    LazyCommand(
-        "sglcache.commands.torture:torture",
-        name="torture",
-        help="Break a daemon of its own in every way, and see that nothing gives.",
-    )
-)
+for _target, _name, _help in LAZY:
+    cli.add_command(LazyCommand(_target, name=_name, help=_help))
 
 
-@cli.command()
+@cli.command(examples=("sglcache demo",), exits={EXIT_FAILED: "something did not go as it should"})
 def demo() -> int:
     """See it work: a daemon, a small model, a conversation that outlives its runner. Half a minute.
 
@@ -828,40 +780,42 @@ def demo() -> int:
     return 0 if report.ok else EXIT_FAILED
 
 
-@cli.command()
-def version() -> int:
+@cli.command(examples=("sglcache version", "sglcache version --json"), exits={})
+@json_option
+def version(as_json: bool) -> int:
     """Print the version."""
     import importlib.metadata
 
-    click.echo(importlib.metadata.version("sglcache"))
+    number = importlib.metadata.version("sglcache")
+    if as_json:
+        from sglcache.wire import control
+
+        emit({"version": number, "protocol": control.PROTOCOL})
+    else:
+        click.echo(number)
     return 0
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """The console script: run, and turn errors into one line and an exit code."""
+    args = sys.argv[1:] if args is None else args
+    as_json = "--json" in args
     try:
         with extras():
-            result = cli.main(standalone_mode=False)
+            result = cli.main(list(args), prog_name="sglcache", standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as exc:
-        exc.show()
+        if as_json:
+            complain(misused(exc), as_json)
+        else:
+            exc.show()
         result = exc.exit_code
     except (click.Abort, KeyboardInterrupt):
         result = EXIT_INTERRUPTED
     except SglcacheError as exc:
-        click.echo(f"error[{exc.code}]: {exc.message}", err=True)
-        result = _exit_code(exc)
+        complain(exc, as_json)
+        result = exit_code(exc)
     except BrokenPipeError:  # the reader of our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         result = 0
     sys.exit(result)
-
-
-def _exit_code(error: SglcacheError) -> int:
-    if isinstance(error, Unavailable):
-        return EXIT_UNAVAILABLE
-    if isinstance(error, ConfigError | BadRequest | NotInstalled):
-        return EXIT_USAGE
-    if isinstance(error, StartError):
-        return EXIT_SOFTWARE
-    return EXIT_FAILED

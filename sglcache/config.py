@@ -1020,6 +1020,17 @@ class WatchConfig(Section):
     )
 
 
+class LogConfig(Section):
+    """`[log]`: what the supervisor and the ranks say on stderr."""
+
+    format: Literal["lines", "json"] = Field(
+        default="lines", description="Lines for people, or one object of JSON a line. serve --log-format wins over it."
+    )
+    level: Literal["error", "warning", "info", "debug"] = Field(
+        default="warning", description="The least that is logged; info tells who comes and goes. serve -v: info."
+    )
+
+
 class Config(Section):
     """Everything that `sglcache serve` can be told. Build it with `load` or `parse`, which speak to people."""
 
@@ -1044,6 +1055,7 @@ class Config(Section):
     state: StateConfig = Field(default_factory=StateConfig, description="What outlives the process.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What clients may have and do.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="When what is stuck is told of.")
+    log: LogConfig = Field(default_factory=LogConfig, description="What is logged, and how.")
 
     def for_stage(self, pp_rank: int) -> Config:
         """The configuration as the ranks of this pipeline stage have it: the sections of pools are the stage's own."""

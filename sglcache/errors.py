@@ -31,11 +31,18 @@ class SglcacheError(Exception):
     """Whatever sglcache refuses or fails at. `facts` holds what a program wants to know."""
 
     code: ClassVar[str] = "error"
+    in_general: ClassVar[str] = "`sglcache doctor` looks what is wrong, and the daemon's log may say more"
+    """What to do where the message does not say it."""
 
     def __init__(self, message: str, /, **facts: Any) -> None:
         super().__init__(message)
         self.message = message
         self.facts = facts
+
+    @property
+    def remedy(self) -> str:
+        """What to do: what the message says behind its first semicolon, or what helps with its kind in general."""
+        return self.message.partition("; ")[2] or self.in_general
 
     def __getattr__(self, name: str) -> Any:
         if name != "facts" and name in self.__dict__.get("facts", ()):
@@ -52,12 +59,14 @@ class ConfigError(SglcacheError):
     """The configuration is wrong; `path` is the dotted key where there is one."""
 
     code = "config"
+    in_general = "`sglcache check` says what a configuration comes to, and configs/cpu.toml has every key"
 
 
 class StartError(SglcacheError):
     """A rank of the daemon ended before it served, and not for its configuration."""
 
     code = "start"
+    in_general = "the log above says why"
 
 
 class NotInstalled(SglcacheError):
@@ -70,6 +79,7 @@ class BadRequest(SglcacheError):
     """A command's arguments are out of range. The state is as it was."""
 
     code = "bad_request"
+    in_general = "see the command's --help"
 
 
 class DoubleFree(BadRequest):
@@ -82,6 +92,7 @@ class ProtocolError(SglcacheError):
     """A frame that is not of the protocol: malformed, oversized, of another version. The connection ends."""
 
     code = "protocol"
+    in_general = "have both sides be of one version: update the older one, and start it again"
 
 
 class NoSpace(SglcacheError):
@@ -93,6 +104,7 @@ class NoSpace(SglcacheError):
     Of one that waited: `waited_s`, its `place` among those who waited, and the `holders` of most pages."""
 
     code = "no_space"
+    in_general = "release leases, or give the pool more room"
 
 
 class UnknownLease(SglcacheError):
@@ -105,6 +117,7 @@ class UnknownSession(SglcacheError):
     """No such session, or not one that this member may join."""
 
     code = "unknown_session"
+    in_general = "`sglcache sessions` lists those that there are"
 
 
 class SessionEnded(SglcacheError):
@@ -117,6 +130,7 @@ class Forbidden(SglcacheError):
     """The member's role does not allow this command."""
 
     code = "forbidden"
+    in_general = "do it as the user that runs the daemon"
 
 
 class Busy(SglcacheError):
@@ -124,6 +138,7 @@ class Busy(SglcacheError):
     what may wait or be done at once, with the numbers. Nothing was changed."""
 
     code = "busy"
+    in_general = "try again when that is over, or end it: `sglcache sessions` says who holds what"
 
 
 class Cancelled(SglcacheError):
@@ -142,12 +157,14 @@ class Changed(SglcacheError):
     """What the caller counted on is no longer so; look again."""
 
     code = "changed"
+    in_general = "try again"
 
 
 class Unavailable(SglcacheError):
     """The daemon, or a rank of it, can't be reached, or the connection ended before the answer."""
 
     code = "unavailable"
+    in_general = "start a daemon with `sglcache serve`, or see `sglcache doctor`"
 
 
 class DaemonRestarted(Unavailable):

@@ -18,6 +18,7 @@ COMMANDS = (
     "check",
     "clear",
     "doctor",
+    "events",
     "health",
     "ping",
     "replay",
@@ -33,6 +34,7 @@ NEEDS_A_DAEMON = (
     ["status"],
     ["status", "--json"],
     ["watch"],
+    ["events"],
     ["clear"],
     ["replay"],
     ["verify"],
@@ -55,7 +57,7 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
     assert done.returncode == 0
     for command in COMMANDS:
         assert f"\n  {command} " in done.stdout
-    assert "69 no daemon" in done.stdout.replace("\n  ", " ")
+    assert "69   no daemon" in done.stdout
 
 
 def test_help_is_quick_and_loads_nothing_big() -> None:
@@ -86,7 +88,7 @@ def test_each_command_has_help(command: str) -> None:
 def test_without_a_daemon_it_is_unavailable(args: list[str], tmp_path: Path) -> None:
     done = run(*args, folder=tmp_path)
     assert done.returncode == 69, done
-    assert done.stderr.startswith("error[unavailable]: ")
+    assert done.stderr.startswith('{"error": {"code": "unavailable"' if "--json" in args else "error[unavailable]: ")
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 

@@ -6,7 +6,6 @@ benchmarks count, never how long it took.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -18,12 +17,12 @@ import click
 from sglcache.bench import harness
 from sglcache.bench.harness import Comparison, Row
 from sglcache.bench.hybrid import KINDS
+from sglcache.console import Group, emit, json_option
 from sglcache.core.eviction import POLICIES
 from sglcache.memory.geometry import LAYOUTS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON, for programs.")
 events_option = click.option("--events/--no-events", default=True, show_default=True, help="Publish events.")
 page_size_option = click.option("--page-size", type=click.IntRange(1, 4096), default=16, show_default=True)
 tiers_option = click.option("--tiers", type=click.IntRange(1, 2), default=1, show_default=True)
@@ -37,12 +36,16 @@ def layout_option(name: str, text: str) -> Callable[[Command], Command]:
     return click.option(name, type=click.Choice(LAYOUTS), default=LAYOUTS[0], show_default=True, help=text)
 
 
-@click.group()
+@click.group(
+    cls=Group, examples=("sglcache bench rpc", "sglcache bench index --trace mooncake_trace.jsonl --json"), exits={}
+)
 def bench() -> None:
     """Measure it: one benchmark for each journey."""
 
 
-@bench.command()
+@bench.command(
+    examples=("sglcache bench index --trace mooncake_trace.jsonl --limit 600 --page-size 16 --events --json",), exits={}
+)
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="A file in Mooncake's trace format.")
 @click.option("--page-size", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option("--limit", type=positive, help="Only the first so many requests.")
@@ -149,7 +152,7 @@ def index(
     return 0
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench estimate --trace mooncake_trace.jsonl --window 128 --json",), exits={})
 @click.option("--trace", type=click.Path(path_type=Path), required=True, help="A file in Mooncake's trace format.")
 @click.option("--page-size", type=click.IntRange(1, 4096), default=64, show_default=True)
 @click.option("--limit", type=positive, help="Only the first so many requests.")
@@ -209,7 +212,7 @@ def estimate(
     return 0
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench rpc --pairs 5", "sglcache bench rpc --json"), exits={})
 @click.option("--tokens", type=positive, default=2048, show_default=True, help="Of the cached prompt.")
 @page_size_option
 @click.option("--pairs", type=positive, default=15, show_default=True, help="Blocks of each, in turn.")
@@ -224,7 +227,7 @@ def rpc(tokens: int, page_size: int, pairs: int, operations: int, events: bool, 
     return _show("rpc", benchmark.run(options), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench match --blocks 3", "sglcache bench match --json"), exits={})
 @click.option(
     "--pages",
     type=click.IntRange(min=1000),
@@ -243,7 +246,7 @@ def match(pages: tuple[int, ...], page_size: int, blocks: int, as_json: bool) ->
     return _show("match", benchmark.run(benchmark.Options(pages, page_size, blocks)), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench memory --pages 65536", "sglcache bench memory --json"), exits={})
 @click.option("--pages", type=click.IntRange(min=2048), default=1 << 16, show_default=True)
 @page_size_option
 @tiers_option
@@ -257,7 +260,7 @@ def memory(pages: int, page_size: int, tiers: int, events: bool, policy: str, as
     return _show("memory", benchmark.run(benchmark.Options(pages, page_size, tiers == 2, events, policy)), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench stall --nodes 50000", "sglcache bench stall --json"), exits={})
 @click.option("--nodes", type=click.IntRange(min=100), default=200_000, show_default=True)
 @page_size_option
 @tiers_option
@@ -310,7 +313,7 @@ def _stall_by_fault(names: tuple[str, ...], as_json: bool) -> int:
     return 0
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench death --samples 50", "sglcache bench death --json"), exits={})
 @click.option("--samples", type=positive, default=200, show_default=True, help="Runners that are killed, one by one.")
 @click.option("--leases", type=positive, default=8, show_default=True, help="Of each.")
 @click.option("--lease-tokens", type=positive, default=2048, show_default=True)
@@ -337,7 +340,7 @@ def death(samples: int, leases: int, lease_tokens: int, page_size: int, events: 
     return 0
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench restart --gib 0.5", "sglcache bench restart --json"), exits={})
 @click.option("--gib", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Of the host tier.")
 @click.option("--page-size", type=positive, default=64, show_default=True)
 @click.option("--token-kib", type=positive, default=32, show_default=True, help="Of KV of a token, all layers.")
@@ -350,7 +353,7 @@ def restart(gib: float, page_size: int, token_kib: int, repeats: int, as_json: b
     return _show("restart", benchmark.run(benchmark.Options(gib, page_size, token_kib, repeats)), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench journal --pairs 3", "sglcache bench journal --json"), exits={})
 @page_size_option
 @click.option("--prompt-tokens", type=positive, default=4096, show_default=True)
 @click.option("--requests", type=positive, default=400, show_default=True, help="Of a block.")
@@ -364,7 +367,7 @@ def journal(page_size: int, prompt_tokens: int, requests: int, pairs: int, as_js
     return _show("journal", benchmark.run_journal(options), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench start --pool-gib 1", "sglcache bench start --json"), exits={})
 @click.option("--pool-gib", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True)
 @click.option("--repeats", type=positive, default=7, show_default=True)
 @click.option(
@@ -378,7 +381,7 @@ def start(pool_gib: float, repeats: int, stored_pages: int, as_json: bool) -> in
     return _show("start", benchmark.run(benchmark.Options(pool_gib, repeats, stored_pages)), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench runner --pairs 3", "sglcache bench runner --json"), exits={})
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(16, 1 << 16),
@@ -420,7 +423,7 @@ def runner(
     return 0
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench events --prompts 100", "sglcache bench events --json"), exits={})
 @page_size_option
 @click.option("--prompts", type=positive, default=400, show_default=True, help="Of the throughput's.")
 @click.option("--prompt-tokens", type=click.IntRange(min=64), default=4096, show_default=True)
@@ -450,7 +453,7 @@ def events(
     return _show("events", benchmark.run(options), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench storage --folder /mnt/nvme", "sglcache bench storage --json"), exits={})
 @click.option(
     "--page-kib", type=positive, multiple=True, help="Bytes of a page; may be repeated.  [default: 64, 256, 2048]"
 )
@@ -473,7 +476,7 @@ def storage(
     return _show("storage", benchmark.run(options), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench copy --size 64 --threads 2", "sglcache bench copy --json"), exits={})
 @click.option("--size", "sizes", type=positive, multiple=True, help="MiB; may be repeated.  [default: 64, 256]")
 @page_size_option
 @click.option("--layers", type=positive, default=32, show_default=True)
@@ -505,7 +508,7 @@ def copy(
     return _show("copy", benchmark.run(options), as_json)
 
 
-@bench.command()
+@bench.command(examples=("sglcache bench tiers --pairs 3", "sglcache bench tiers --json"), exits={})
 @click.option("--tokens", type=positive, default=1024, show_default=True, help="Of the prompt that is loaded back.")
 @page_size_option
 @click.option("--layers", type=positive, default=32, show_default=True)
@@ -537,7 +540,7 @@ def tiers(
 def _show(title: str, row: Row, as_json: bool) -> int:
     row = {**row, "machine": harness.facts()}
     if as_json:
-        click.echo(json.dumps(harness.plain(row)))
+        emit(harness.plain(row))
         return 0
     from rich.console import Console
     from rich.table import Table

@@ -119,7 +119,7 @@ class Mirror:
         A stream that is bound to every interface (`tcp://*:5557`) is dialled on this host. ConfigError: it can't be.
         """
         source = Source(endpoint, replay_endpoint, topic, rank)
-        self._open([source], replay_timeout_s, curve, hash_name, bigram, groups, since)
+        self._open([source], replay_timeout_s, curve, hash_name, bigram, groups, {rank: since})
 
     @classmethod
     def of(
@@ -131,10 +131,11 @@ class Mirror:
         hash_name: str | BlockHashes | None = None,
         bigram: bool = False,
         groups: Groups | None = None,
+        since: Mapping[int, int] | None = None,
     ) -> Mirror:
-        """Of several ranks' streams at once."""
+        """Of several ranks' streams at once; `since`: by rank."""
         mirror = cls.__new__(cls)
-        mirror._open(sources, replay_timeout_s, curve, hash_name, bigram, groups)
+        mirror._open(sources, replay_timeout_s, curve, hash_name, bigram, groups, since or {})
         return mirror
 
     @classmethod
@@ -170,7 +171,7 @@ class Mirror:
         hash_name: str | BlockHashes | None,
         bigram: bool,
         groups: Groups | None,
-        since: int = 0,
+        since: Mapping[int, int],
     ) -> None:
         self._block_hashes = named(hash_name, bigram) if isinstance(hash_name, str) else hash_name
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -179,7 +180,9 @@ class Mirror:
             for source in sources:
                 if source.rank in self._streams:
                     raise BadRequest(f"two streams of rank {source.rank}")
-                self._streams[source.rank] = _Stream(self._context, source, timeout_s, curve, since, groups)
+                self._streams[source.rank] = _Stream(
+                    self._context, source, timeout_s, curve, since.get(source.rank, 0), groups
+                )
         except BaseException:
             self.close()
             raise

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sglcache import config as configs
-from sglcache.cli import json_option
+from sglcache.console import Command, emit, json_option
 from sglcache.errors import BadRequest
 from sglcache.memory.geometry import FULL, Geometry, StateGeometry
 from sglcache.server import room
@@ -21,7 +20,15 @@ BLOCK = 4096  # of a disk: a file takes whole ones
 HEADER_BYTES = 256  # of a page's file, about, beside its tokens
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=(
+        "sglcache check",
+        "sglcache check configs/llama-3.1-8b-h200.toml --ram '2 TB'",
+        "sglcache check my.toml --set pool.size='40 GB' --json",
+    ),
+    exits={2: "the configuration is wrong, or does not fit"},
+)
 @click.argument("file", type=click.Path(path_type=Path), required=False, envvar="SGLCACHE_CONFIG")
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
 @click.option(
@@ -47,7 +54,7 @@ def check(file: Path | None, overrides: tuple[str, ...], ram: str | None, as_jso
         check_place(config.host.keep_path, weighed.host_bytes + sum(rank.journal_bytes for rank in weighed.ranks))
     disk = room.disk(config) if ram is None else None
     if as_json:
-        click.echo(json.dumps(_facts(weighed, seats, there, disk), indent=2))
+        emit(_facts(weighed, seats, there, disk))
     else:
         click.echo("\n".join(_lines(weighed, seats, there, disk)))
     return 0

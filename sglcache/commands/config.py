@@ -14,7 +14,7 @@ from typing import Any, get_args
 import click
 
 from sglcache import config as configs
-from sglcache.cli import json_option
+from sglcache.console import Command, emit, json_option
 
 HEAD = """# Configure
 
@@ -29,7 +29,15 @@ their names say; `_s` is seconds, `_ms` milliseconds.
 """
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=(
+        "sglcache config my.toml --changed",
+        "sglcache config -s pool.page_size=64 --json",
+        "sglcache config --reference",
+    ),
+    exits={2: "the configuration is wrong"},
+)
 @click.argument("file", type=click.Path(path_type=Path), required=False, envvar="SGLCACHE_CONFIG")
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
 @click.option("--changed", is_flag=True, help="Only what is not the default.")
@@ -38,23 +46,21 @@ their names say; `_s` is seconds, `_ms` milliseconds.
 def config(file: Path | None, overrides: tuple[str, ...], changed: bool, reference: bool, as_json: bool) -> int:
     """Print what a daemon would run with, given FILE (else the defaults), as TOML, defaults as comments; or what can be
     configured.
-
-    \b
-    Examples:
-      sglcache config my.toml --changed
-      sglcache config -s pool.page_size=64 --json
-      sglcache config --reference
-
-    Exits with 2 if the configuration is wrong.
     """
     if reference:
         facts = [_facts(f"{section}.{key}" if section else key, schema) for section, key, schema in _keys()]
-        click.echo(json.dumps(facts) if as_json else text(), nl=as_json)
+        if as_json:
+            emit(facts)
+        else:
+            click.echo(text(), nl=False)
         return 0
     whole = configs.load(file, overrides)
     written = whole.model_dump(mode="json", exclude_unset=True)
     told = written if changed else whole.model_dump(mode="json")
-    click.echo(json.dumps(told) if as_json else "\n".join(_toml(told, written)))
+    if as_json:
+        emit(told)
+    else:
+        click.echo("\n".join(_toml(told, written)))
     return 0
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from sglcache import paths, ranks
-from sglcache.cli import EXIT_FAILED, Number, json_option, socket_option
+from sglcache.cli import socket_option
 from sglcache.client.doctor import Options, examine
 from sglcache.commands.curve import curve_of, curve_options
+from sglcache.console import EXIT_FAILED, EXITS, Group, Number, emit, json_option
 from sglcache.errors import ConfigError, Unavailable
 
 
-@click.group()
+@click.group(cls=Group, examples=("sglcache doctor events",))
 def doctor() -> None:
     """Look for what keeps others from working with it."""
 
 
-@doctor.command()
+@doctor.command(
+    examples=("sglcache doctor events", "sglcache doctor events --indexer http://127.0.0.1:8090 --json"),
+    exits={1: "something failed", 69: EXITS[69]},
+)
 @socket_option
 @click.option("--server", metavar="URL", help="The daemon's HTTP address, as routers reach it; by default it is asked.")
 @click.option("--indexer", metavar="URL", help="A Dynamo indexer (python -m dynamo.indexer) to prove, too.")
@@ -66,5 +69,5 @@ def events(
             click.echo(str(finding))
     fine = all(finding.state != "failed" for finding in findings)
     if as_json:
-        click.echo(json.dumps({"ok": fine, "findings": [finding.as_dict() for finding in findings]}))
+        emit({"ok": fine, "findings": [finding.as_dict() for finding in findings]})
     return 0 if fine else EXIT_FAILED

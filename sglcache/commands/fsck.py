@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from sglcache.cli import (
-    EXIT_FAILED,
-    Number,
     Target,
     each_of,
-    json_option,
     observer_of,
     rank_option,
     socket_option,
@@ -20,11 +16,16 @@ from sglcache.cli import (
 )
 from sglcache.client import fsck as work
 from sglcache.commands.curve import curve_of, curve_options
+from sglcache.console import EXIT_FAILED, Command, Number, emit, json_option
 
 COLOURS = {work.OK: "green", work.VIOLATION: "red", work.OVERTAKEN: "yellow", work.SKIPPED: None}
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("sglcache fsck", "sglcache fsck --mirror --rank 0", "sglcache fsck --json | jq .ok"),
+    exits={1: "something is wrong", 69: "a rank can't be reached"},
+)
 @socket_option
 @rank_option("every one")
 @click.option("--mirror", is_flag=True, help="Follow the event stream, too, and hold it against the index.")
@@ -71,7 +72,7 @@ def fsck(
 
     code = each_of(targets_of(socket, rank), check)
     if as_json:
-        click.echo(json.dumps({"ok": not code and not wrong, "ranks": told}))
+        emit({"ok": not code and not wrong, "ranks": told})
     return code or (EXIT_FAILED if wrong else 0)
 
 

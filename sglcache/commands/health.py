@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from sglcache import paths, ranks
-from sglcache.cli import EXIT_FAILED, json_option, socket_option
+from sglcache.cli import socket_option
+from sglcache.console import EXIT_FAILED, EXITS, Command, emit, json_option
 from sglcache.errors import Unavailable
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("sglcache health", "sglcache health --json | jq -r .status"),
+    exits={1: "a rank does not serve", 69: EXITS[69]},
+)
 @socket_option
 @json_option
 def health(socket: Path | None, as_json: bool) -> int:
@@ -26,7 +30,8 @@ def health(socket: Path | None, as_json: bool) -> int:
         raise Unavailable(f"no daemon has its control socket at {where}; start one with `sglcache serve`")
     pages = [ranks.ask(path, "/health") for path in there]
     if as_json:
-        click.echo(json.dumps(pages[0] if len(pages) == 1 else pages))
+        for page in pages:
+            emit(page)
     else:
         click.echo(
             "; ".join(f"{page['status']}: {page['reason']}" if "reason" in page else page["status"] for page in pages)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from sglcache import config as configs
-from sglcache.cli import json_option
+from sglcache.console import Command, emit, json_option
 from sglcache.errors import BadRequest, Busy, ConfigError
 from sglcache.server import room
 from sglcache.server.keeping import held_in
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("sglcache purge my.toml", "sglcache purge --set host.keep_path=/dev/shm/kv"),
+    exits={1: "a live daemon uses it; nothing was removed"},
+)
 @click.argument("file", type=click.Path(path_type=Path), required=False, envvar="SGLCACHE_CONFIG")
 @click.option(
     "--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as host.keep_path=/dev/shm/kv."
@@ -42,7 +45,7 @@ def purge(file: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
             raise Busy(f"{each.folder} can't be removed: {exc}", path=str(each.folder)) from exc
     num_bytes = sum(each.num_bytes for each in held)
     if as_json:
-        click.echo(json.dumps({"removed": [str(each.folder) for each in held], "num_bytes": num_bytes}))
+        emit({"removed": [str(each.folder) for each in held], "num_bytes": num_bytes})
     else:
         ranks = f"{len(held)} rank{'s' * (len(held) != 1)}"
         click.echo(f"removed {room.told(num_bytes)} of {ranks} in {folder}" if held else f"nothing is kept in {folder}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 import click
 
 from sglcache.cli import (
-    EXIT_FAILED,
-    EXIT_UNAVAILABLE,
-    Number,
     Target,
     admin_of,
     each_of,
-    json_option,
     observer_of,
     rank_option,
     socket_option,
     targets_of,
 )
 from sglcache.client import Client
+from sglcache.console import EXIT_FAILED, EXIT_UNAVAILABLE, EXITS, Command, Number, emit, json_option
 from sglcache.errors import Unavailable
 
 POLL_S = 0.02
@@ -33,7 +29,11 @@ WHY = {
 }
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("sglcache sessions", "sglcache sessions --json | jq '.sessions[].members[].pid'"),
+    exits={69: "a rank can't be reached, or can't answer"},
+)
 @socket_option
 @rank_option("all")
 @json_option
@@ -57,7 +57,7 @@ def sessions(socket: Path | None, rank: str | None, as_json: bool) -> int:
 
     code = each_of(targets, work)
     if as_json:
-        click.echo(json.dumps({"ranks": rows} if len(targets) > 1 else {"sessions": rows[0]["sessions"]}, indent=2))
+        emit({"ranks": rows} if len(targets) > 1 else {"sessions": rows[0]["sessions"]})
     elif not code and not any(row["sessions"] for row in rows):
         click.echo("nobody is attached")
     return code and EXIT_UNAVAILABLE
@@ -138,7 +138,11 @@ def _ago(seconds: float) -> str:
     return f"{_span(seconds)} ago"
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("sglcache evict-session 7", "sglcache evict-session 7 --kill --wait 10"),
+    exits={1: "pages are still fenced, or there is no such session", 69: EXITS[69]},
+)
 @click.argument("session", type=click.IntRange(min=0))
 @socket_option
 @rank_option("the first")
@@ -170,7 +174,7 @@ def evict_session(
     pages, waits = ([], []) if left is None else (left["pages"], left["fenced_by"])
     fenced = sum(pool["fenced"] for pool in pages)
     if as_json:
-        click.echo(json.dumps({**done, "fenced_pages": fenced, "pages": pages, "fenced_by": waits}))
+        emit({**done, "fenced_pages": fenced, "pages": pages, "fenced_by": waits})
     else:
         click.echo(f"session {session} {'had ended already' if done['was_ended'] else 'is ended'}")
         if done["killed"]:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sglcache.cli import (
-    EXIT_FAILED,
     Target,
     admin_of,
     each_of,
-    json_option,
     observer_of,
     rank_option,
     socket_option,
     targets_of,
 )
+from sglcache.console import EXIT_FAILED, EXITS, Group, emit, json_option
 from sglcache.errors import BadRequest
 
 LIMITS = ("device_floor", "device_ceiling", "host_floor", "host_ceiling")
 
 
-@click.group(invoke_without_command=True)
+@click.group(
+    cls=Group,
+    invoke_without_command=True,
+    examples=("sglcache tenants", "sglcache tenants --json", "sglcache tenants set batch device_ceiling=25%"),
+    exits={1: "there are no tenants", 69: EXITS[69]},
+)
 @socket_option
 @rank_option("all")
 @json_option
@@ -46,18 +49,19 @@ def tenants(ctx: click.Context, socket: Path | None, rank: str | None, as_json: 
 
     code = each_of(targets_of(socket, rank), work)
     if as_json:
-        click.echo(json.dumps({"ranks": rows}, indent=2))
+        emit({"ranks": rows})
     else:
         _show(rows)
     return code or (EXIT_FAILED if rows and not any(row["tenants"] for row in rows) else 0)
 
 
-@tenants.command("set")
+@tenants.command("set", examples=("sglcache tenants set batch device_ceiling=25% host_ceiling=none",))
 @click.argument("name")
 @click.argument("limits", nargs=-1, required=True, metavar="LIMIT=VALUE...")
 @socket_option
 @rank_option("all")
-def set_limits(name: str, limits: tuple[str, ...], socket: Path | None, rank: str | None) -> int:
+@json_option
+def set_limits(name: str, limits: tuple[str, ...], socket: Path | None, rank: str | None, as_json: bool) -> int:
     """Change limits of tenant NAME on each rank, or make it: device_floor, device_ceiling, host_floor, host_ceiling.
 
     VALUE is tokens, or a share of the tier, such as 25%; of a ceiling also "none". It holds at once, and for a rank's
@@ -78,7 +82,10 @@ def set_limits(name: str, limits: tuple[str, ...], socket: Path | None, rank: st
             rows.append({"rank": target.offset or 0, "tenants": facts})
 
     code = each_of(targets_of(socket, rank), work)
-    _show(rows)
+    if as_json:
+        emit({"ranks": rows})
+    else:
+        _show(rows)
     return code
 
 

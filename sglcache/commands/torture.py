@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from sglcache import config as configs
-from sglcache.cli import EXIT_FAILED, Number, json_option
+from sglcache.console import EXIT_FAILED, Command, Number, json_option
 from sglcache.torture import daemon as daemons
 from sglcache.torture import faults, report, run, schedule
 
@@ -24,7 +24,11 @@ DEFAULT_KIND = "hiradix"
 BESIDE_REPLAY = ("--replay", "--indexer", "--keep", "--json")
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("sglcache torture", "sglcache torture --kind unified --seconds 600", "sglcache torture --seed 7 --json"),
+    exits={1: "something gave: its seed and schedule are told", 130: "interrupted"},
+)
 @click.option(
     "--seconds",
     type=Number(min=1),
@@ -150,7 +154,7 @@ def torture(
         click.echo(found.to_json())
     else:
         click.echo(report.describe(found))
-    for problem in found.problems:
+    for problem in found.problems if not as_json else ():
         click.echo(f"error[torture]: {problem}", err=True)
     if found.problems:
         click.echo(

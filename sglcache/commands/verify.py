@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from sglcache.cli import (
-    EXIT_FAILED,
-    Number,
     Target,
     each_of,
-    json_option,
     observer_of,
     rank_option,
     socket_option,
@@ -20,9 +16,14 @@ from sglcache.cli import (
 )
 from sglcache.client import verify as work
 from sglcache.commands.curve import curve_of, curve_options
+from sglcache.console import EXIT_FAILED, EXITS, Command, Number, emit, json_option
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=("sglcache verify", "sglcache verify --full --duration 10", "sglcache verify --json | jq .ok"),
+    exits={1: "it does not, or nothing could be compared", 69: EXITS[69]},
+)
 @socket_option
 @rank_option("every one")
 @click.option("--full", is_flag=True, help="Insist on comparing block by block, however busy the daemon is.")
@@ -76,9 +77,5 @@ def verify(
 
     code = each_of(targets_of(socket, rank), check)
     if as_json:
-        click.echo(
-            json.dumps(
-                {"ok": not code and all(each.ok for each in reports), "ranks": [each.as_dict() for each in reports]}
-            )
-        )
+        emit({"ok": not code and all(each.ok for each in reports), "ranks": [each.as_dict() for each in reports]})
     return code or (0 if all(report.ok for report in reports) else EXIT_FAILED)

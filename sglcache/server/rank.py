@@ -54,7 +54,7 @@ from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
-from sglcache.server import checks, latencies, metrics
+from sglcache.server import checks, latencies, logs, metrics
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Refusal, Start, Tenants
 from sglcache.server.collector import Collector
@@ -730,10 +730,7 @@ def serve(fd: int, make_engine: MakeEngine = cpu_engine) -> int:
         if not isinstance(word, Start):
             raise ProtocolError(f"a supervisor says Start first, not {type(word).__name__}")
         prctl(PR_SET_NAME, f"sglcache-rank-{word.seat.offset}"[:15].encode(), 0, 0, 0)
-        logging.basicConfig(
-            level=word.log_level,
-            format=f"%(asctime)s %(levelname)s rank {word.seat.offset} %(name)s: %(message)s",
-        )
+        logs.begin(word.log_level, logs.wanted_by(word.config), word.seat.offset)
         keep_large_buffers()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         raise_file_limit()
