@@ -739,6 +739,7 @@ def replay(
 
 LAZY = (
     ("sglcache.bench.cli:bench", "bench", "Measure it: one benchmark for each journey."),
+    ("sglcache.commands.top:top", "top", "Watch it live: pools, hits, evictions, the stream, who holds what."),
     ("sglcache.commands.events:events", "events", "Print the event stream, as it comes or from a number on."),
     ("sglcache.commands.events:watch", "watch", "The same as `events --replay --json`."),
     ("sglcache.commands.doctor:doctor", "doctor", "Look for what is wrong with the machine and the daemon."),
