@@ -1173,7 +1173,7 @@ class Config(Section):
         if self.model_name == type(self).model_fields["model_name"].default:
             raise ConfigError(
                 f'storage.kind = "{kind}" needs model_name: pages are named by it, and would be found by whatever '
-                "model is served next",
+                'model is served next; write model_name = "..." above the sections',
                 path="model_name",
                 value=self.model_name,
             )

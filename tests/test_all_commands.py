@@ -19,7 +19,6 @@ NO_JSON = {
     "demo": "a story for people",
     "watch": "it prints nothing else",
     "bench": "a group that prints nothing itself",
-    "doctor": "likewise",
 }
 
 

@@ -1,7 +1,9 @@
-"""`sglcache doctor`: what keeps others from working with the daemon, one finding a line, each fault with its remedy."""
+"""`sglcache doctor`: what is wrong with the machine and the daemon, and what keeps others from working with it: one
+finding a line, each fault with its remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -9,14 +11,62 @@ import click
 from sglcache import paths, ranks
 from sglcache.cli import socket_option
 from sglcache.client.doctor import Options, examine
+from sglcache.client.doctor.finding import Finding
 from sglcache.commands.curve import curve_of, curve_options
 from sglcache.console import EXIT_FAILED, EXITS, Group, Number, emit, json_option
 from sglcache.errors import ConfigError, Unavailable
 
 
-@click.group(cls=Group, examples=("sglcache doctor events",))
-def doctor() -> None:
-    """Look for what keeps others from working with it."""
+@click.group(
+    cls=Group,
+    invoke_without_command=True,
+    examples=(
+        "sglcache doctor",
+        "sglcache doctor --config my.toml",
+        "sglcache doctor --json | jq -c '.findings[] | select(.state == \"failed\")'",
+        "sglcache doctor events",
+    ),
+    exits={0: "nothing failed; there may be warnings", EXIT_FAILED: "something failed"},
+)
+@socket_option
+@click.option(
+    "--config",
+    "-c",
+    "file",
+    type=click.Path(path_type=Path),
+    envvar="SGLCACHE_CONFIG",
+    help="What a daemon is, or is to be, configured by; by default the defaults.",
+)
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
+@json_option
+@click.pass_context
+def doctor(
+    ctx: click.Context, socket: Path | None, file: Path | None, overrides: tuple[str, ...], as_json: bool
+) -> int:
+    """Look for what is wrong with this machine and, if one runs, the daemon: a line for each thing, with what to do.
+
+    Python, the kernel, cards, the configuration, memory against the pools, limits, ports and who has them, sockets, the
+    clock, the third tier's disk, routers; whether the daemon is well, of this version, and heard. It changes nothing.
+    """
+    if ctx.invoked_subcommand is not None:
+        return 0
+    from sglcache.commands.machine_checks import examine as judge
+    from sglcache.commands.machine_facts import gather
+
+    return _tell(judge(gather(file, overrides, socket)), as_json)
+
+
+def _tell(found: Iterator[Finding], as_json: bool) -> int:
+    """A line for each as it is found, or all of them as JSON; the exit code."""
+    findings = []
+    for finding in found:
+        findings.append(finding)
+        if not as_json:
+            click.secho(str(finding), fg={"failed": "red", "warning": "yellow"}.get(finding.state))
+    fine = all(finding.state != "failed" for finding in findings)
+    if as_json:
+        emit({"ok": fine, "findings": [finding.as_dict() for finding in findings]})
+    return 0 if fine else EXIT_FAILED
 
 
 @doctor.command(
@@ -62,12 +112,4 @@ def events(
             raise ConfigError("the daemon has no HTTP, so no router can find its stream: set http.enabled = true")
     sockets = {row["rank"]: Path(row["socket"]) for each in found for row in each["ranks"]}
     curve = curve_of(curve_server_key, curve_key_file)
-    findings = []
-    for finding in examine(Options(server, sockets, indexer, timeout_s, curve)):
-        findings.append(finding)
-        if not as_json:
-            click.echo(str(finding))
-    fine = all(finding.state != "failed" for finding in findings)
-    if as_json:
-        emit({"ok": fine, "findings": [finding.as_dict() for finding in findings]})
-    return 0 if fine else EXIT_FAILED
+    return _tell(examine(Options(server, sockets, indexer, timeout_s, curve)), as_json)

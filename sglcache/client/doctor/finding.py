@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 @dataclass(frozen=True)
 class Finding:
     check: str
-    state: str  # ok, failed, skipped
+    state: str  # ok, warning, failed, skipped
     detail: str  # what was found, or why it was not looked at
-    remedy: str = ""  # of what failed
+    remedy: str = ""  # of what failed, or may
 
     def __str__(self) -> str:
-        mark = {"ok": "ok", "failed": "FAILED", "skipped": "-"}[self.state]
+        mark = {"ok": "ok", "warning": "warn", "failed": "FAILED", "skipped": "-"}[self.state]
         return f"{mark:<7}{self.check}: {self.detail}" + (f"; {self.remedy}" if self.remedy else "")
 
     def as_dict(self) -> dict[str, str]:
@@ -22,6 +22,11 @@ class Finding:
 
 def ok(check: str, detail: str) -> Finding:
     return Finding(check, "ok", detail)
+
+
+def warning(check: str, detail: str, remedy: str) -> Finding:
+    """It works, and may be a mistake, or will not work for long."""
+    return Finding(check, "warning", detail, remedy)
 
 
 def failed(check: str, detail: str, remedy: str) -> Finding:
