@@ -565,7 +565,7 @@ class Companions:
 
     def _take(self, pool: SlotPool, count: int) -> bytes:
         pool.leased += count
-        return b"".join(pool.take(count))
+        return pool.take(count)
 
     @staticmethod
     def _own(held: ByPage, start: int, stop: int) -> None:
@@ -920,7 +920,7 @@ class Companions:
             if not chosen:
                 continue
             chosen.reverse()
-            slots = b"".join(pool.take(need))
+            slots = pool.take(need)
             pool.cached += need
             sources: list[bytes] = []
             place = 0

@@ -176,48 +176,56 @@ class Recency:
     def pin(self, node: Node | None, stop: Node | None = None) -> None:
         cell, lock, older, fresher = self.cell, self.lock, self.older, self.fresher
         locked = 0
-        while node is not stop and node is not None and node.parent is not None:
+        while node is not stop and node is not None:
+            parent = node.parent
+            if parent is None:
+                break
             cells = node.cells
             count = cells[lock]
             cells[lock] = count + 1
-            if count == 0:
-                left, right = cells[older], cells[fresher]
+            if not count:
+                left = cells[older]
                 if left is not None:  # a cell that is being put has not been in the list yet
-                    left.cells[fresher] = right
+                    left.cells[fresher] = right = cells[fresher]
                     right.cells[older] = left
                     cells[older] = cells[fresher] = None
                 locked += len(cells[cell])
-            node = node.parent
-        self.pool.locked += locked // SLOT_BYTES
+            node = parent
+        if locked:
+            self.pool.locked += locked // SLOT_BYTES
 
     def unpin(self, node: Node | None) -> None:
         cell, lock, older, fresher, end = self.cell, self.lock, self.older, self.fresher, self.end
         ends = end.cells
         unlocked = 0
-        while node is not None and node.parent is not None:
+        while node is not None:
+            parent = node.parent
+            if parent is None:
+                break
             cells = node.cells
-            count = cells[lock] - 1
-            cells[lock] = count
-            if count == 0:
+            cells[lock] = count = cells[lock] - 1
+            if not count:
                 last = ends[older]
                 cells[older] = last
                 cells[fresher] = end
                 last.cells[fresher] = node
                 ends[older] = node
                 unlocked += len(cells[cell])
-            node = node.parent
-        self.pool.locked -= unlocked // SLOT_BYTES
+            node = parent
+        if unlocked:
+            self.pool.locked -= unlocked // SLOT_BYTES
 
     def victim(self) -> Node | None:
         node: Node = self.end.cells[self.fresher]
         return None if node.parent is None else node
 
     def unlink(self, node: Node) -> None:
+        older, fresher = self.older, self.fresher
         cells = node.cells
-        left, right = cells[self.older], cells[self.fresher]
-        left.cells[self.fresher] = right
-        right.cells[self.older] = left
-        cells[self.older] = cells[self.fresher] = None
+        left, right = cells[older], cells[fresher]
+        left.cells[fresher] = right
+        right.cells[older] = left
+        cells[older] = cells[fresher] = None
 
     def split(self, head: Node, tail: Node) -> None:
         """As old as the tail, and right behind it."""

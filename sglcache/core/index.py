@@ -64,6 +64,7 @@ from sglcache.errors import (
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
 from sglcache.wire.control import Extension
 
+_new = tuple.__new__  # of what every request is answered with: a NamedTuple's own is a Python function around this
 DEVICE, HOST = 0, 1  # Full's cells have their tiers' numbers; a companion's are T, 2T, ... further on, T tiers each
 MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
 STALE_EVENTS = 256
@@ -429,13 +430,15 @@ class Index:
         s = self.sessions.get(session)
         if s is None or ticket <= s.last_done:
             return
-        self._shard(s, shard)
-        if ticket not in s.events and len(s.events) >= MAX_EVENTS_AHEAD:
-            raise BadRequest(f"{len(s.events)} tickets are done ahead of their commands", tickets=len(s.events))
-        s.events[ticket] = s.events.get(ticket, 0) | 1 << shard
+        if shard or s.all_shards != 1:
+            self._shard(s, shard)
+        events = s.events
+        if ticket not in events and len(events) >= MAX_EVENTS_AHEAD:
+            raise BadRequest(f"{len(events)} tickets are done ahead of their commands", tickets=len(events))
+        events[ticket] = events.get(ticket, 0) | 1 << shard
         if s.ended:
             self._settle(s)
-        else:
+        elif s.queue:
             self._pump(s)
 
     # -- a runner's journey ---------------------------------------------------------------------------------
@@ -535,17 +538,16 @@ class Index:
                 best = agreement.device
             path, partial, at = companions.cut(path, partial, at, best)
         on_device = len(path)
-        device_bytes = matched_bytes = 0
-        for i, node in enumerate(path):
+        matched_bytes = at
+        for node in path:
             matched_bytes += node.num_bytes
-            if node.cells[DEVICE] is not None:
-                device_bytes = matched_bytes
-            elif on_device > i:
-                on_device = i
-        if partial is not None:
-            matched_bytes += at
-            if partial.cells[DEVICE] is not None:
-                device_bytes += at
+        device_bytes = matched_bytes
+        if self.T > HOST:  # else there is nothing but what the device has
+            if partial is not None and partial.cells[DEVICE] is None:
+                device_bytes -= at
+            while on_device and path[on_device - 1].cells[DEVICE] is None:
+                on_device -= 1
+                device_bytes -= path[on_device].num_bytes
         rest = None
         if fetch is not None and self.l3 is not None and exact is None:
             if self.l3.worth_it((end - matched_bytes) // page_bytes):
@@ -589,7 +591,7 @@ class Index:
         total = -(-have // page_bytes)
         num_fresh = total - device_bytes // page_bytes
         others = bool(self._waiting or self.line)
-        crowded = num_fresh > self.pools[DEVICE].free or (num_fresh > 0 and others)
+        crowded = num_fresh > self.pools[DEVICE].free or (others and num_fresh > 0)
         if tenants is not None and num_fresh:
             crowded = crowded or tenants.over(DEVICE, number, num_fresh)
         needs: Sequence[Need] = ()
@@ -661,16 +663,18 @@ class Index:
         counters["request_tokens"] += length // TOKEN_BYTES
         counters["matched_tokens"] += matched_bytes // TOKEN_BYTES
         near = device_bytes if agreement is None else min(agreement.device, matched_bytes)
-        counters["host_matched_tokens"] += (matched_bytes - near) // TOKEN_BYTES
-
-        lease = Lease(LeaseId(self.new_id()), s, namespace, tokens)
+        if matched_bytes != near:
+            counters["host_matched_tokens"] += (matched_bytes - near) // TOKEN_BYTES
+        id: Any = self._next_id
+        self._next_id = id + 1
+        lease = Lease(id, s, namespace, tokens)
         if session_id is not None:
             lease.session_id = session_id
         if priority:
             lease.priority = priority
         if number:
             lease.tenant = number
-        s.leases[lease.id] = self.leases[lease.id] = lease
+        s.leases[id] = self.leases[id] = lease
         if path:
             if on_device:
                 lease.node = path[on_device - 1]
@@ -822,7 +826,7 @@ class Index:
         s = self._session(session)
         held = self._lease(s, lease)
         page_size = self.config.page_size
-        have, room = held.num_bytes // TOKEN_BYTES, held.num_pages * page_size
+        have, room = held.num_bytes // TOKEN_BYTES, len(held.slots) // SLOT_BYTES * page_size
         if tokens is None:
             tokens = min(have, room)
         elif not 0 <= tokens <= min(have, room):
@@ -835,7 +839,7 @@ class Index:
         num_pages = tokens // page_size
         if self.keys.bigram:
             num_pages = min(num_pages, self.keys.whole(held.num_bytes) // self.page_bytes)
-        op = Operation(request, held, ticket, seen, num_pages, release=False)
+        op = Operation(request, held, ticket, seen, num_pages, False)
         if self.companions is not None:
             if floor is not None and not 0 <= floor <= have:
                 raise BadRequest(f"floor {floor} is not in 0..{have}, the lease's tokens", floor=floor, have=have)
@@ -848,7 +852,8 @@ class Index:
             raise BadRequest("nothing here keeps windows or states: leave states and floor out", ends=len(ends))
         self._ticket(s, ticket)
         s.queue.append(op)
-        self._pump(s)
+        if s.events:
+            self._pump(s)
 
     def release(
         self, session: SessionId, request: int, lease: LeaseId, ticket: int, *, seen: int = 0, discard: bool = False
@@ -866,8 +871,9 @@ class Index:
                 if op.lease is held and op.request is not None:
                     self.wake(s, op.request, Changed("the lease was discarded before this commit took effect"))
                     op.lease = op.request = None
-        s.queue.append(Operation(request, held, ticket, seen, 0, release=True))
-        self._pump(s)
+        s.queue.append(Operation(request, held, ticket, seen, 0, True))
+        if s.events:
+            self._pump(s)
 
     def cancel(self, session: SessionId, request: int, lease: LeaseId) -> bool:
         """Give a lease back at once whose pages nobody has touched or was told of: there is no event to wait for.
@@ -1297,22 +1303,27 @@ class Index:
         If that takes more than a slice `held` is set, and everything but batches stays until a later `drain`.
         """
         log = self.log
+        effects = self._effects
+        if log is None and not self.journal:
+            if effects:
+                self._effects = []
+                return effects
+            return []  # the list goes on
         published: list[Effect] = []
         if self.journal:
             published.append(Journal(self.journal))
             self.journal = []
-        if log is None:
-            published += self._effects
+        if log is not None:
+            if log.removals:
+                self.cut(self._ts if ts is None else ts)
+            if log.published:
+                published += log.published
+                log.published = []
+        if effects and not self.held:
             self._effects = []
-            return published
-        if log.removals:
-            self.cut(self._ts if ts is None else ts)
-        if log.published:
-            published += log.published
-            log.published = []
-        if not self.held and self._effects:
-            published += self._effects
-            self._effects = []
+            if not published:
+                return effects
+            published += effects
         return published
 
     @property
@@ -1794,12 +1805,13 @@ class Index:
         With companions a load is of all resources at once.
         """
         pool = self.pools[DEVICE]
-        fresh = pool.take(num_fresh)
+        table = pool.take(num_fresh, [node.cells[DEVICE] for node in on_device])
         pool.leased += num_fresh
         if self.tenants is not None:
             self.tenants.lease(DEVICE, lease.tenant, num_fresh)
-        lease.waiting = False
-        lease.slots = table = b"".join([*[node.cells[DEVICE] for node in on_device], *fresh])
+        if lease.waiting:
+            lease.waiting = False
+        lease.slots = table
         size = self.config.page_size
         device_tokens = lease.committed * size
         shares: tuple[Share, ...] = ()
@@ -1807,7 +1819,7 @@ class Index:
         if self.companions is not None:
             shares, parts = self.companions.grant(lease, on_device, on_host, total, spare)
         elif not on_host:
-            return Grant(lease.id, device_tokens, 0, table, None)
+            return _new(Grant, (lease.id, device_tokens, 0, table, None, (), ()))
         if not on_host and not parts:
             return Grant(lease.id, device_tokens, 0, table, None, shares, lease.reaches)
         source = b"".join([node.cells[HOST] for node in on_host])
@@ -1867,7 +1879,7 @@ class Index:
                 shares.append(self.companions.grow(lease, num_fresh, spare))
             fresh = b""
             if num_fresh:
-                fresh = b"".join(pool.take(num_fresh))
+                fresh = pool.take(num_fresh)
                 pool.leased += num_fresh
                 if self.tenants is not None:
                     self.tenants.lease(DEVICE, lease.tenant, num_fresh)
@@ -2254,8 +2266,8 @@ class Index:
             if lease is not None and lease.load is not None:
                 return  # its own copy still writes these pages
             queue.popleft()
-            del s.events[op.ticket]
-            s.last_done = op.ticket
+            s.last_done = ticket = op.ticket
+            del s.events[ticket]
             if len(s.events) > STALE_EVENTS:  # of tickets whose command was refused: nobody will ask for them
                 s.events = {ticket: mask for ticket, mask in s.events.items() if ticket > op.ticket}
             if op.seen and s.with_duplicates:
@@ -2265,7 +2277,7 @@ class Index:
             assert op.request is not None
             if op.release:
                 self._give_back(lease)
-                self.wake(s, op.request, Released(lease.id))
+                self.wake(s, op.request, _new(Released, (lease.id,)))
             elif lease.failed:
                 self.wake(s, op.request, TransferError("the lease's load-back failed: abort it and acquire anew"))
             else:
@@ -2295,30 +2307,35 @@ class Index:
                 assert companions is not None
                 assert lease.node is not None
                 companions.back_up(lease.node, news)
-        s.num_replies += 1
-        reply = s.num_replies
+        s.num_replies = reply = s.num_replies + 1
         lost = len(duplicates)
         if duplicates:
             lease.duplicates.append((reply, duplicates))
-        for i, (number, slots) in enumerate(lease.duplicates):
-            if number == 0:  # found by a load-back; this is the first answer that can say so
-                lease.duplicates[i] = (reply, slots)
-                lost += len(slots)
         if lease.duplicates:
+            for i, (number, slots) in enumerate(lease.duplicates):
+                if number == 0:  # found by a load-back; this is the first answer that can say so
+                    lease.duplicates[i] = (reply, slots)
+                    lost += len(slots)
             s.with_duplicates[lease.id] = lease
         if companions is not None and companions.number_duplicates(lease, reply):
             s.with_duplicates[lease.id] = lease
         first = lease.reported
-        lease.reported = lease.committed
-        renamed, lease.renamed = lease.renamed, False
-        return Committed(
-            lease.id,
-            lease.committed * self.config.page_size,
-            first,
-            bytes(lease.slots[first * SLOT_BYTES : lease.committed * SLOT_BYTES]) if renamed else b"",
-            lost // SLOT_BYTES,
-            reply,
-            () if companions is None else companions.shares(lease),
+        lease.reported = committed = lease.committed
+        canonical = b""
+        if lease.renamed:
+            lease.renamed = False
+            canonical = bytes(lease.slots[first * SLOT_BYTES : committed * SLOT_BYTES])
+        return _new(
+            Committed,
+            (
+                lease.id,
+                committed * self.config.page_size,
+                first,
+                canonical,
+                lost // SLOT_BYTES,
+                reply,
+                () if companions is None else companions.shares(lease),
+            ),
         )
 
     def _adopt(self, lease: Lease, num_pages: int) -> bytes:
@@ -2327,13 +2344,14 @@ class Index:
         One rule: where the tree has a ready cell, keep it; where it has none, adopt the newcomer's. The lease's pin
         moves to the new end.
         """
-        if num_pages <= lease.committed:
+        committed = lease.committed
+        if num_pages <= committed:
             return b""
         self._moves += 1
         page_bytes = self.page_bytes
         tree, pool = self.tree, self.pools[DEVICE]
-        key, start = lease.text(lease.committed * page_bytes)
-        left_out = lease.committed * page_bytes - start
+        key, start = lease.text(committed * page_bytes)
+        left_out = committed * page_bytes - start
         end = num_pages * page_bytes - left_out
         slots = lease.slots
         before = lease.node
@@ -2365,7 +2383,7 @@ class Index:
             self.tenants.belongs(changed, DEVICE, lease.tenant)
         self.orders[DEVICE].pin(node, before)
         lease.node = node
-        given = num_pages - lease.committed
+        given = num_pages - committed
         lost = 0
         if better:
             lost = sum(map(len, duplicates)) // SLOT_BYTES
@@ -2374,16 +2392,17 @@ class Index:
                 table[at : at + len(run)] = run
             lease.slots = table
             lease.renamed = True
-        pool.leased -= given - lost
-        pool.cached += given - lost
+            self.counters["duplicate_pages"] += lost
+        adopted = given - lost
+        pool.leased -= adopted
+        pool.cached += adopted
         if self.tenants is not None:
-            self.tenants.lease(DEVICE, lease.tenant, lost - given)
-        self.counters["committed_pages"] += given - lost
-        self.counters["duplicate_pages"] += lost
+            self.tenants.lease(DEVICE, lease.tenant, -adopted)
+        self.counters["committed_pages"] += adopted
         lease.committed = num_pages
         for each in changed:
             self.change(DEVICE, each, True, lease.session_id)
-        return b"".join(duplicates)
+        return b"".join(duplicates) if better else b""
 
     def _drop_duplicates(self, s: Session, seen: int) -> None:
         """Pages of which the session has read, before the event that is done now, that there are better ones."""
@@ -2415,13 +2434,15 @@ class Index:
         pool = self.pools[DEVICE]
         self._moves += 1
         own = lease.own_slots
-        if s.ended:
-            pool.fenced -= len(own) // SLOT_BYTES
-        else:
-            pool.leased -= len(own) // SLOT_BYTES
-        pool.give(own)
-        if self.tenants is not None:
-            self.tenants.lease(DEVICE, lease.tenant, -(len(own) // SLOT_BYTES))
+        if own:
+            count = len(own) // SLOT_BYTES
+            if s.ended:
+                pool.fenced -= count
+            else:
+                pool.leased -= count
+            pool.give(own)
+            if self.tenants is not None:
+                self.tenants.lease(DEVICE, lease.tenant, -count)
         if used and self._by_use:
             self._use(lease)
         orders = self.orders
@@ -2436,16 +2457,18 @@ class Index:
                 lease.host_node.used = now
                 orders[HOST].unpin(lease.host_node)
                 self.backups.let_go()
-        if lease.node is not None:
-            lease.node.used = now
-            orders[DEVICE].unpin(lease.node)
-            self.tree.merge(lease.node, MERGE_LIMIT)
+        node = lease.node
+        if node is not None:
+            node.used = now
+            orders[DEVICE].unpin(node)
+            self.tree.merge(node, MERGE_LIMIT)
         if companions is not None:
             companions.prune(lease.node)
             companions.prune(lease.host_node)
         del self.leases[lease.id]
         del s.leases[lease.id]
-        s.with_duplicates.pop(lease.id, None)
+        if s.with_duplicates:
+            s.with_duplicates.pop(lease.id, None)
 
     def _use(self, lease: Lease) -> None:
         """A request counts once for each node that it has in the tree: with its commits, or when it is over."""
@@ -2740,7 +2763,7 @@ class Index:
         s.last_ticket = ticket
 
     def wake(self, s: Session, request: int, result: Result) -> None:
-        self._effects.append(Wake(s.id, request, result))
+        self._effects.append(_new(Wake, (s.id, request, result)))
 
 
 __all__ = ["DEVICE", "HOST", "DumpedNode", "Index", "IndexConfig", "IndexStats", "Peeked", "PoolStats", "Publish"]

@@ -559,7 +559,7 @@ class L3:
             index.counters["prefetches_declined"] += there >= least
             self._go_on(prefetch)
             return
-        slots = b"".join(pool.take(num_pages))
+        slots = pool.take(num_pages)
         prefetch.left = there - num_pages
         pool.leased += num_pages
         self.fetching += num_pages

@@ -148,7 +148,7 @@ class Operation:
     floor: int  # pages of companions before it are not given to the tree
 
     def __init__(
-        self, request: int, lease: Lease | None, ticket: int, seen: int, num_pages: int, *, release: bool
+        self, request: int, lease: Lease | None, ticket: int, seen: int, num_pages: int, release: bool
     ) -> None:
         self.request: int | None = request
         self.lease = lease  # None: it was discarded, and only its ticket is waited for

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -49,21 +51,23 @@ class SlotPool:
     def evictable(self) -> int:
         return self.cached - self.locked
 
-    def take(self, count: int) -> list[bytes | memoryview]:
-        """`count` free slots, int32, in pieces to be joined. The caller has made sure that there are so many."""
-        assert count <= self.free, f"take({count}) from {self.free} free slots"
-        self.free -= count
+    def take(self, count: int, behind: Sequence[bytes] = ()) -> bytes:
+        """`count` free slots, int32, behind those runs. The caller has made sure that there are so many."""
+        free = self.free - count
+        assert free >= 0, f"take({count}) from {self.free} free slots"
+        self.free = free
         need = count * SLOT_BYTES
-        taken: list[bytes | memoryview] = []
+        taken: list[bytes | memoryview] = [*behind]
         crumbs = self._crumbs
         if crumbs and need:
-            taken.append(bytes(crumbs[-need:]))
+            piece = bytes(crumbs[-need:])
             del crumbs[-need:]
-            need -= len(taken[0])
+            need -= len(piece)
+            taken.append(piece)
         left = self._left
         while need > left:
             if left:
-                taken.append(memoryview(self._run)[:left])
+                taken.append(self._run if left == len(self._run) else memoryview(self._run)[:left])
                 need -= left
             if not self._runs:
                 self._run, left = b"", 0
@@ -71,14 +75,17 @@ class SlotPool:
             self._run = self._runs.pop()
             left = len(self._run)
         if left:
-            taken.append(memoryview(self._run)[left - need : left])
-            left -= need
+            if need:
+                end = left
+                left -= need
+                # a view of what is short takes longer than a copy
+                taken.append(self._run[left:end] if need < CRUMB_BYTES * 16 else memoryview(self._run)[left:end])
         elif need:
             first = self._virgin
             self._virgin = first + need // SLOT_BYTES
             taken.append(np.arange(first, self._virgin, dtype="<i4").tobytes())
         self._left = left
-        return taken
+        return b"".join(taken)
 
     def give(self, slots: bytes) -> None:
         """Back to the free list. The caller has uncounted them."""

@@ -211,7 +211,7 @@ class Backups:
         if not count:
             return False
         del chain[count:]
-        slots = b"".join(pool.take(need))
+        slots = pool.take(need)
         pool.cached += need
         at = 0
         for each in chain:

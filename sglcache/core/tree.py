@@ -75,7 +75,9 @@ class Node:
         self.born = self.used = now  # see `Tree.now`
         self.space = space
         self.parent = parent  # None: a namespace's root, which has no cells
-        self.key = key
+        self._text = key
+        self._skip = 0
+        self.num_bytes = len(key) - space.over if key else 0
         # None, a lone child itself, or a table by first page: most nodes have one child, and need no hash for it.
         self.children: Node | dict[bytes, Node] | Fanout[bytes, Node] | None = None
         self.cells = cells
@@ -103,13 +105,13 @@ class Node:
         Most leaves are evicted before anyone does, and on a long prompt the copy is half of a commit. The text is kept
         whole until then: only where what lies around the key is an eighth of it at most.
         """
-        size = end - start
+        self.num_bytes = size = end - start
         if start and (len(text) - size) * 8 <= size:
             self._text = text
             self._skip = start
-            self.num_bytes = size
         else:
-            self.key = text[start : end + self.space.over]
+            self._text = text[start : end + self.space.over]
+            self._skip = 0
 
     def first(self, num_bytes: int) -> bytes:
         """The beginning of `key`, without making one."""
@@ -376,10 +378,11 @@ class Tree:
         `within`: of the last so many bytes only, and of companions the order is no reason against it, the upper
         place is kept: so the pages that a lease has slid past, one by one, become one node.
         """
+        parent = node.parent
+        if parent is None or parent.parent is None or parent.children is not node or node.writing:
+            return 0  # mostly
         C = self.C  # noqa: N806
         cells = node.cells
-        if node.writing:
-            return 0
         digests = type(node.hashes)
         chain = [node]
         low = node
