@@ -430,12 +430,15 @@ class Index:
         s = self.sessions.get(session)
         if s is None or ticket <= s.last_done:
             return
+        events = s.events
         if shard or s.all_shards != 1:
             self._shard(s, shard)
-        events = s.events
-        if ticket not in events and len(events) >= MAX_EVENTS_AHEAD:
+        if not events:
+            events[ticket] = 1 << shard
+        elif len(events) >= MAX_EVENTS_AHEAD and ticket not in events:
             raise BadRequest(f"{len(events)} tickets are done ahead of their commands", tickets=len(events))
-        events[ticket] = events.get(ticket, 0) | 1 << shard
+        else:
+            events[ticket] = events.get(ticket, 0) | 1 << shard
         if s.ended:
             self._settle(s)
         elif s.queue:
@@ -590,8 +593,8 @@ class Index:
             have = min(have, matched_bytes + room * TOKEN_BYTES)
         total = -(-have // page_bytes)
         num_fresh = total - device_bytes // page_bytes
-        others = bool(self._waiting or self.line)
-        crowded = num_fresh > self.pools[DEVICE].free or (others and num_fresh > 0)
+        others = self._waiting or self.line
+        crowded = num_fresh > self.pools[DEVICE].free or bool(others and num_fresh > 0)
         if tenants is not None and num_fresh:
             crowded = crowded or tenants.over(DEVICE, number, num_fresh)
         needs: Sequence[Need] = ()
@@ -609,7 +612,7 @@ class Index:
                 num_fresh = total = -(-have // page_bytes)
                 needs = companions.needs(path, partial, at, 0, total, spare)
             more = [need.num_slots for need in needs]
-            crowded = crowded or companions.crowded(more) or (any(more) and others)
+            crowded = crowded or companions.crowded(more) or bool(any(more) and others)
         standing = None
         if crowded:
             if patience is not None and patience.room is not None:
@@ -697,6 +700,8 @@ class Index:
             return None
         if path and (crowded or agreement is not None):
             return self._grant(lease, num_fresh, *self._path(lease, path[-1]), total, spare)
+        if on_device == len(path):
+            return self._grant(lease, num_fresh, path, (), total, spare)
         return self._grant(lease, num_fresh, path[:on_device], path[on_device:], total, spare)
 
     def _acquire_again(self, acquire: Callable[[], Grant | None], had: int, came: int) -> Grant | None:
@@ -1795,8 +1800,8 @@ class Index:
         self,
         lease: Lease,
         num_fresh: int,
-        on_device: list[Node],
-        on_host: list[Node],
+        on_device: Sequence[Node],
+        on_host: Sequence[Node],
         total: int,
         spare: Sequence[int],
     ) -> Grant:
@@ -2267,9 +2272,10 @@ class Index:
                 return  # its own copy still writes these pages
             queue.popleft()
             s.last_done = ticket = op.ticket
-            del s.events[ticket]
-            if len(s.events) > STALE_EVENTS:  # of tickets whose command was refused: nobody will ask for them
-                s.events = {ticket: mask for ticket, mask in s.events.items() if ticket > op.ticket}
+            events = s.events
+            del events[ticket]
+            if events and len(events) > STALE_EVENTS:  # of tickets whose command was refused: nobody will ask for them
+                s.events = {number: mask for number, mask in events.items() if number > ticket}
             if op.seen and s.with_duplicates:
                 self._drop_duplicates(s, op.seen)
             if lease is None:
