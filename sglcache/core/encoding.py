@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import ormsgpack
 
-from sglcache.core.key import Namespace
+from sglcache.core.key import TOKEN_BYTES, Namespace
 from sglcache.errors import ConfigError
 
 pack_value = msgspec.msgpack.Encoder().encode
@@ -24,9 +24,9 @@ _FLOAT = struct.Struct(">Bd")
 _NUMPY = ormsgpack.OPT_SERIALIZE_NUMPY
 
 
-def pack_tokens(tokens: bytes) -> bytes:
-    """uint32 little-endian [n] to a msgpack array of n integers."""
-    return ormsgpack.packb(np.frombuffer(tokens, "<u4"), option=_NUMPY)
+def pack_tokens(text: bytes, start: int, stop: int) -> bytes:
+    """uint32 little-endian [n], `text[start:stop]`, to a msgpack array of n integers."""
+    return ormsgpack.packb(np.frombuffer(text, "<u4", (stop - start) // TOKEN_BYTES, start), option=_NUMPY)
 
 
 def pack_pairs(words: bytes) -> bytes:

@@ -26,18 +26,19 @@ if TYPE_CHECKING:
     from sglcache.core.tree import Node
 
 
+_new = tuple.__new__  # of records: a NamedTuple's own is a Python function around this
 RECORD_COST = 40  # of a record's part in the cut, in the units of `slice`
 MAX_BATCH_TOKENS = 1 << 18
 PAIR_COST = 6  # tokens for whose encoding a bigram's takes as long
 
 
 class Chain:
-    """Digests to be: of the run `tokens`, behind `before` (bytes, or a page of a chain that is resolved earlier)."""
+    """Digests to be: of a run, behind `before` (bytes, or a page of a chain that is resolved earlier)."""
 
-    __slots__ = ("before", "digests", "nodes", "parts", "tokens")
+    __slots__ = ("before", "digests", "done", "end", "nodes", "parts", "text")
 
-    def __init__(self, tokens: bytes, before: bytes | Pending, *nodes: Node) -> None:
-        self.tokens = tokens
+    def __init__(self, run: Text, before: bytes | Pending, *nodes: Node) -> None:
+        self.text, self.done, self.end = run  # hashed so far: up to `done`
         self.before: bytes | Pending = before
         self.nodes = list(nodes)  # whose `hashes` point here; a split adds to it
         self.parts: list[bytes] = []  # what earlier slices have made
@@ -48,15 +49,18 @@ class Chain:
         before = self.before
         if not isinstance(before, bytes):
             before = _last_digest(before, hasher.size)
-        tokens, page_bytes = self.tokens, keys.page_bytes
-        end = len(tokens) - keys.over
-        done = sum(map(len, self.parts)) // hasher.size * page_bytes if self.parts else 0
+        text, page_bytes = self.text, keys.page_bytes
+        done, end = self.done, self.end - keys.over
         stop = min(end, done + budget * page_bytes)
-        run = tokens[done : stop + keys.over] if done or stop < end else tokens
-        part = hasher.chain(before, keys.words(run), keys.word_bytes)
+        if keys.bigram:
+            run = text[done : stop + keys.over]
+            part = hasher.chain(before, keys.words(run), keys.word_bytes)
+        else:
+            part = hasher.chain(before, text, page_bytes, done, stop)
         if stop < end:
             self.parts.append(part)
             self.before = part[-hasher.size :]
+            self.done = stop
             return (stop - done) // page_bytes
         if self.parts:
             part = b"".join([*self.parts, part])
@@ -67,7 +71,7 @@ class Chain:
                 node.hashes = part[hashes.start * hasher.size : hashes.stop * hasher.size]
         self.nodes.clear()
         self.parts.clear()
-        self.tokens = self.before = b""
+        self.text = self.before = b""
         return (stop - done) // page_bytes
 
 
@@ -79,6 +83,7 @@ class Pending(NamedTuple):
     stop: int
 
 
+Text = tuple[bytes, int, int]  # a run of tokens: bytes start..stop-1 of a text, which is not copied for it
 Hashes = bytes | Pending  # a node's digests, joined, or the promise of them
 
 
@@ -90,7 +95,7 @@ def _last_digest(hashes: Pending, size: int) -> bytes:
 
 class _Stored(NamedTuple):
     tier: Tier
-    tokens: bytes
+    run: Text
     hashes: Hashes
     before: Hashes | None  # the parent node's, or None at the start of a namespace
     extras: Extras
@@ -124,7 +129,7 @@ class Run:
     ) -> None:
         self.stored, self.tier, self.parent, self.extras, self.group = stored, tier, parent, extras, group
         self.digests: list[bytes] = []
-        self.tokens: list[bytes] = []
+        self.tokens: list[Text] = []
         self.num_blocks = 0
 
 
@@ -192,7 +197,7 @@ class EventLog:
         self.num_full_cuts = 0  # that left nothing queued
         self.removals = 0  # queued; while there are any, no page may be handed on
         self._records: deque[_Stored | _Removed | _Named | None] = deque()  # None: all cleared
-        self._packed: tuple[list[bytes], list[bytes], bytes, bytes] = ([], [], b"", b"")
+        self._packed: tuple[list[Text], list[bytes], bytes, bytes] = ([], [], b"", b"")
         # the batch in the making
         self._events: list[bytes] = []  # in pieces
         self._num_events = 0
@@ -225,13 +230,13 @@ class EventLog:
         if session_id is not None:
             extras = extras._replace(session_id=session_id)
         start = node.num_bytes // self.keys.page_bytes - 1 if group is not None and group.by_end else 0
-        self._records.append(_Stored(tier, node.key, hashes, parent.hashes, extras, start, group=group))
+        self._records.append(_new(_Stored, (tier, node.text, hashes, parent.hashes, extras, start, None, group)))
 
     def _promise(self, node: Node) -> Hashes:
         """Of the pages of a node that has no digests; the node above it has them, or the promise."""
         parent = node.parent
         assert parent is not None
-        chain = Chain(node.key, self._behind(parent), node)
+        chain = Chain(node.text, self._behind(parent), node)
         hashes = node.hashes = Pending(chain, 0, node.num_bytes // self.keys.page_bytes)
         return hashes
 
@@ -262,11 +267,11 @@ class EventLog:
                 self.name(node, None)
             before = self._behind(node)
         num_pages = (len(tokens) - self.keys.over) // self.keys.page_bytes
-        self._records.append(_Named(Pending(Chain(tokens, before), 0, num_pages), whose))
+        self._records.append(_Named(Pending(Chain((tokens, 0, len(tokens)), before), 0, num_pages), whose))
 
     def run_stored(self, tier: Tier, tokens: bytes, digests: bytes, before: bytes | None, extras: Extras) -> None:
         """As `stored`, of pages that have no node."""
-        self._records.append(_Stored(tier, tokens, digests, before, extras))
+        self._records.append(_Stored(tier, (tokens, 0, len(tokens)), digests, before, extras))
 
     def run_removed(self, tier: Tier, digests: bytes) -> None:
         self._records.append(_Removed(tier, digests))
@@ -282,7 +287,7 @@ class EventLog:
         hashes = node.hashes
         assert hashes is not None
         start = node.num_bytes // self.keys.page_bytes - 1 if group is not None and group.by_end else 0
-        self._records.append(_Removed(tier, hashes, start, group=group))
+        self._records.append(_new(_Removed, (tier, hashes, start, None, group)))
         self.removals += 1
 
     def cleared(self) -> None:
@@ -353,12 +358,10 @@ class EventLog:
             budget -= RECORD_COST + self.cost(len(digests) // size)
             if isinstance(record, _Removed):
                 self.removals -= 1
-                self._add(ts, False, record.tier, digests, b"", None, NO_EXTRAS, record.group)
+                self._add(ts, False, record.tier, digests, b"", 0, None, NO_EXTRAS, record.group)
                 continue
             parent: bytes | None
-            tokens = record.tokens
-            if len(tokens) > (stop - start) * keys.page_bytes + keys.over:
-                tokens = tokens[start * keys.page_bytes : stop * keys.page_bytes + keys.over]
+            text, first, _ = record.run
             if start:
                 parent = before
             elif record.before is None:
@@ -367,7 +370,8 @@ class EventLog:
                 parent = record.before[-size:]
             else:
                 parent = _last_digest(record.before, size)
-            self._add(ts, True, record.tier, digests, tokens, parent, record.extras, record.group)
+            first += start * keys.page_bytes
+            self._add(ts, True, record.tier, digests, text, first, parent, record.extras, record.group)
         self._close_run()
         self._close_batch(ts, heartbeat=heartbeat)
         self.num_full_cuts += 1
@@ -385,20 +389,21 @@ class EventLog:
         stored: bool,
         tier: Tier,
         digests: bytes,
-        tokens: bytes,
+        text: bytes,
+        at: int,
         parent: bytes | None,
         extras: Extras,
         group: Group | None,
     ) -> None:
-        """Join the open run if it may (REFERENCE 5.2), else begin another; never more than max_blocks in one."""
+        """Join the open run if it may (REFERENCE 5.2), else begin another; never more than max_blocks in one.
+
+        What is stored has its tokens in `text` from byte `at` on."""
         size, keys = self.hasher.size, self.keys
         count = len(digests) // size
         start = 0
-        if group is None and tier in self.tallies:
-            self.tallies[tier].add(digests, size, 1 if stored else -1)
         while start < count:
             run = self._run
-            room = self.max_blocks - self._blocks - (run.num_blocks if run else 0)
+            room = self.max_blocks - self._blocks - (run.num_blocks if run is not None else 0)
             if room <= 0:
                 self._close_run()
                 self._close_batch(ts)
@@ -414,24 +419,31 @@ class EventLog:
             if run is None:
                 run = self._run = Run(stored, tier, parent, extras, group)
             take = min(room, count - start)
-            if take == count:
-                run.digests.append(digests)
-                run.tokens.append(tokens)
-            else:
+            first = 0
+            if take < count:
                 # A removal is cut from its end: no batch takes a page whose children only the next one takes.
                 first = start if stored else count - start - take
-                run.digests.append(digests[first * size : (first + take) * size])
-                run.tokens.append(tokens[first * keys.page_bytes : (first + take) * keys.page_bytes + keys.over])
+                part = digests[first * size : (first + take) * size]
+            else:
+                part = digests
+            run.digests.append(part)
+            if stored:
+                begin = at + first * keys.page_bytes
+                run.tokens.append((text, begin, begin + take * keys.page_bytes + keys.over))
             run.num_blocks += take
-            parent = run.digests[-1][-size:]
             start += take
+            if start < count:
+                parent = part[-size:]
 
     def _close_run(self) -> None:
         run = self._run
         if run is None:
             return
         self._run = None
-        self._events.extend(self.encode(run))
+        digests = b"".join(run.digests)
+        if run.group is None and run.tier in self.tallies:
+            self.tallies[run.tier].add(digests, self.hasher.size, 1 if run.stored else -1)
+        self._events += self.encode(run, digests)
         if run.stored:
             self.num_stored += run.num_blocks
         else:
@@ -439,18 +451,13 @@ class EventLog:
         self._num_events += 1
         self._blocks += run.num_blocks
 
-    def encode(self, run: Run) -> Iterable[bytes]:
-        """The run as one event, in pieces."""
+    def encode(self, run: Run, joined: bytes | None = None) -> Iterable[bytes]:
+        """The run as one event, in pieces. `joined`: its digests."""
         size = self.hasher.size
         # The same pages mostly reach the host right after the device: their encoding is kept for that.
         pieces, digests, hashes, tokens = self._packed
-        if not (
-            run.stored
-            and len(pieces) == len(run.tokens)
-            and all(map(_same, pieces, run.tokens))
-            and digests == run.digests
-        ):
-            hashes = encoding.pack_hashes(b"".join(run.digests), size)
+        if not (run.stored and digests == run.digests and _same(pieces, run.tokens)):
+            hashes = encoding.pack_hashes(b"".join(run.digests) if joined is None else joined, size)
             if run.stored:
                 tokens = NO_TOKENS if self._withhold else self._pack(run.tokens)
                 self._packed = (run.tokens, run.digests, hashes, tokens)
@@ -459,10 +466,13 @@ class EventLog:
         parent = None if run.parent is None else encoding.pack_hash(run.parent)
         return self.encoding.stored(hashes, parent, tokens, run.tier.medium, run.extras, run.group)
 
-    def _pack(self, runs: list[bytes]) -> bytes:
+    def _pack(self, runs: list[Text]) -> bytes:
         if self.keys.bigram:
-            return encoding.pack_pairs(b"".join(map(self.keys.words, runs)))
-        return encoding.pack_tokens(b"".join(runs))
+            return encoding.pack_pairs(b"".join([self.keys.words(text[start:stop]) for text, start, stop in runs]))
+        if len(runs) == 1:
+            return encoding.pack_tokens(*runs[0])
+        text = b"".join([memoryview(text)[start:stop] for text, start, stop in runs])
+        return encoding.pack_tokens(text, 0, len(text))
 
     def payload(self, ts: float, frame: Frame) -> bytes:
         """The frame as it goes on the wire."""
@@ -487,5 +497,8 @@ class EventLog:
         self._num_events = self._blocks = 0
 
 
-def _same(left: object, right: object) -> bool:
-    return left is right
+def _same(left: list[Text], right: list[Text]) -> bool:
+    """The same bytes of the same texts."""
+    return len(left) == len(right) and all(
+        one[0] is other[0] and one[1:] == other[1:] for one, other in zip(left, right, strict=True)
+    )

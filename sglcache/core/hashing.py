@@ -17,6 +17,9 @@ from sglcache.core.key import Namespace
 from sglcache.errors import ConfigError
 
 
+AT_ONCE = 512  # pages that are made into objects: of many more the memory would be the system's, each time anew
+
+
 class Hasher(NamedTuple):
     """One hash function for the whole life of an index."""
 
@@ -29,19 +32,27 @@ class Hasher(NamedTuple):
         """About what a page of a chain takes, in units of 0.1 µs."""
         return 1 + page_bytes // self.bytes_per_unit
 
-    def chain(self, before: bytes, tokens: bytes, page_bytes: int) -> bytes:
-        """The digests of the pages of `tokens`, joined; `before` is the digest (or seed, or nothing) they follow.
+    def chain(self, before: bytes, text: bytes, page_bytes: int, start: int = 0, stop: int | None = None) -> bytes:
+        """The digests of the pages in `text[start:stop]`, joined; `before` is the digest (or seed, or nothing) they
+        follow.
 
-        Of bigram keys `tokens` are their `words`, and `page_bytes` is of these. A short last page is hashed as it is.
+        Of bigram keys `text` is their `words`, and `page_bytes` is of these. A short last page is hashed as it is.
         """
         digest = self.digest
-        whole = len(tokens) // page_bytes
+        size = (len(text) if stop is None else stop) - start
+        whole = size // page_bytes
         # "V" and not "S": numpy's S drops trailing zero bytes, which are a token like any other.
-        pages = np.frombuffer(tokens, f"V{page_bytes}", whole).tolist()
-        if whole * page_bytes < len(tokens):
-            pages.append(tokens[whole * page_bytes :])
+        pages = np.frombuffer(text, f"V{page_bytes}", whole, start)
         last = before
-        return b"".join([last := digest(last + page) for page in pages])
+        if whole <= AT_ONCE and whole * page_bytes == size:
+            return b"".join([last := digest(last + page) for page in pages.tolist()])
+        parts = []
+        for first in range(0, whole, AT_ONCE):
+            some = pages[first : first + AT_ONCE].tolist()
+            parts.append(b"".join([last := digest(last + page) for page in some]))
+        if whole * page_bytes < size:
+            parts.append(digest(last + text[start + whole * page_bytes : start + size]))
+        return b"".join(parts)
 
 
 def _sha256(data: bytes) -> bytes:

@@ -190,7 +190,7 @@ class _Frame:
             self._end((tier, group))
             run = self._runs[tier, group] = Run(True, tier, parent, extras, group)
         run.digests.append(digests)
-        run.tokens.append(tokens)
+        run.tokens.append((tokens, 0, len(tokens)))
         run.num_blocks += len(digests) // size
         self.num_blocks += len(digests) // size
 

@@ -99,6 +99,12 @@ class Node:
         self._skip = 0
         self.num_bytes = len(key) - self.space.over if key else 0
 
+    @property
+    def text(self) -> tuple[bytes, int, int]:
+        """Where the run lies, as it does: a text, and from which byte to which. No copy is made for it."""
+        skip = self._skip
+        return self._text, skip, skip + self.num_bytes + self.space.over
+
     def lie_in(self, text: bytes, start: int, end: int) -> None:
         """Have the pages in `text[start:end]` for a key, copied when someone first asks for it.
 
