@@ -477,7 +477,7 @@ class Companions:
         return path
 
     def grant(
-        self, lease: Lease, on_device: list[Node], on_host: list[Node], total: int, spare: Sequence[int]
+        self, lease: Lease, on_device: Sequence[Node], on_host: Sequence[Node], total: int, spare: Sequence[int]
     ) -> tuple[tuple[Share, ...], tuple[Part, ...]]:
         """Take the slots, which are free by now: what the lease has of each, and what of them is to be loaded."""
         page_bytes, pools = self.page_bytes, self.index.pools

@@ -20,7 +20,7 @@ from sglcache.core.effects import Publish
 from sglcache.core.encoding import NO_EXTRAS, NO_TOKENS, PLAIN, Extras, Format, Group
 from sglcache.core.hashing import Hasher
 from sglcache.core.key import Keys, Namespace
-from sglcache.units import Seq, Tier
+from sglcache.units import Tier
 
 if TYPE_CHECKING:
     from sglcache.core.tree import Node
@@ -152,7 +152,7 @@ class Tally:
     def add(self, digests: bytes, digest_bytes: int, sign: int) -> None:
         words = np.frombuffer(digests, ">u8")[:: digest_bytes // 8]
         self.count += sign * len(words)
-        self.total = (self.total + sign * int(words.sum(dtype=np.uint64))) & 0xFFFF_FFFF_FFFF_FFFF
+        self.total = (self.total + sign * int(np.add.reduce(words))) & 0xFFFF_FFFF_FFFF_FFFF
 
     def clear(self) -> None:
         self.count = self.total = 0
@@ -185,6 +185,7 @@ class EventLog:
         token_cost = PAIR_COST if keys.bigram else 1
         self.max_blocks = max(1, min(max_blocks, MAX_BATCH_TOKENS // (keys.page_size * token_cost)))
         self.slice = slice  # in units of about 0.1 µs
+        self._hash_cost = hasher.cost(keys.word_bytes)
         self.page_weight = keys.page_bytes * token_cost  # bytes of plain tokens that take as long to be told of
         self.encoding = encoding.encoding(format.encoding, keys.page_size)
         # Of the tiers that we own: what EXTERNAL has is a hint.
@@ -237,7 +238,7 @@ class EventLog:
         parent = node.parent
         assert parent is not None
         chain = Chain(node.text, self._behind(parent), node)
-        hashes = node.hashes = Pending(chain, 0, node.num_bytes // self.keys.page_bytes)
+        hashes = node.hashes = _new(Pending, (chain, 0, node.num_bytes // self.keys.page_bytes))
         return hashes
 
     def _behind(self, node: Node) -> bytes | Pending:
@@ -310,7 +311,7 @@ class EventLog:
         budget = self.slice
         size = self.hasher.size
         keys = self.keys
-        cost = self.hasher.cost(keys.word_bytes)
+        cost = self._hash_cost
         while records:
             if budget <= 0:
                 return self._pause(ts)
@@ -341,7 +342,8 @@ class EventLog:
                 if record.whose is not None:
                     self.named.append((record.whose, digests))
                 continue
-            start, stop = record.start, record.stop or len(digests) // size
+            count = len(digests) // size
+            start, stop = record.start, record.stop or count
             before = digests[(start - 1) * size : start * size] if start else b""
             if stop - start > self.max_blocks:
                 # More than one event: the rest comes when its turn does, maybe in another slice. What is stored goes
@@ -353,12 +355,13 @@ class EventLog:
                 else:
                     stop = start + self.max_blocks
                     records.appendleft(record._replace(start=stop))
-            if stop - start < len(digests) // size:
+            if stop - start < count:
+                count = stop - start
                 digests = digests[start * size : stop * size]
-            budget -= RECORD_COST + self.cost(len(digests) // size)
+            budget -= RECORD_COST + count * self.page_weight // 64
             if isinstance(record, _Removed):
                 self.removals -= 1
-                self._add(ts, False, record.tier, digests, b"", 0, None, NO_EXTRAS, record.group)
+                self._add(ts, False, record.tier, digests, count, b"", 0, None, NO_EXTRAS, record.group)
                 continue
             parent: bytes | None
             text, first, _ = record.run
@@ -371,7 +374,7 @@ class EventLog:
             else:
                 parent = _last_digest(record.before, size)
             first += start * keys.page_bytes
-            self._add(ts, True, record.tier, digests, text, first, parent, record.extras, record.group)
+            self._add(ts, True, record.tier, digests, count, text, first, parent, record.extras, record.group)
         self._close_run()
         self._close_batch(ts, heartbeat=heartbeat)
         self.num_full_cuts += 1
@@ -389,6 +392,7 @@ class EventLog:
         stored: bool,
         tier: Tier,
         digests: bytes,
+        count: int,
         text: bytes,
         at: int,
         parent: bytes | None,
@@ -397,9 +401,8 @@ class EventLog:
     ) -> None:
         """Join the open run if it may (REFERENCE 5.2), else begin another; never more than max_blocks in one.
 
-        What is stored has its tokens in `text` from byte `at` on."""
+        `count` blocks; what is stored has its tokens in `text` from byte `at` on."""
         size, keys = self.hasher.size, self.keys
-        count = len(digests) // size
         start = 0
         while start < count:
             run = self._run
@@ -441,15 +444,18 @@ class EventLog:
             return
         self._run = None
         digests = b"".join(run.digests)
-        if run.group is None and run.tier in self.tallies:
-            self.tallies[run.tier].add(digests, self.hasher.size, 1 if run.stored else -1)
+        count = run.num_blocks
+        if run.group is None:
+            tally = self.tallies.get(run.tier)
+            if tally is not None:
+                tally.add(digests, self.hasher.size, 1 if run.stored else -1)
         self._events += self.encode(run, digests)
         if run.stored:
-            self.num_stored += run.num_blocks
+            self.num_stored += count
         else:
-            self.num_removed += run.num_blocks
+            self.num_removed += count
         self._num_events += 1
-        self._blocks += run.num_blocks
+        self._blocks += count
 
     def encode(self, run: Run, joined: bytes | None = None) -> Iterable[bytes]:
         """The run as one event, in pieces. `joined`: its digests."""
@@ -489,8 +495,8 @@ class EventLog:
         if not events and not heartbeat:
             return
         # Encoded first: what can't be encoded takes no number.
-        payload = self.payload(ts, Frame(events, self._num_events, self._blocks))
-        self.published.append(Publish(Seq(self.next_seq), payload, self._num_events, self._blocks))
+        payload = encoding.batch(ts, self._num_events, events, self.rank)
+        self.published.append(_new(Publish, (self.next_seq, payload, self._num_events, self._blocks)))
         self.next_seq += 1
         self.num_batches += 1
         self._events = []

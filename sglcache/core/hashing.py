@@ -16,7 +16,6 @@ import xxhash
 from sglcache.core.key import Namespace
 from sglcache.errors import ConfigError
 
-
 AT_ONCE = 512  # pages that are made into objects: of many more the memory would be the system's, each time anew
 
 

@@ -66,6 +66,7 @@ from sglcache.wire.control import Extension
 
 _new = tuple.__new__  # of what every request is answered with: a NamedTuple's own is a Python function around this
 DEVICE, HOST = 0, 1  # Full's cells have their tiers' numbers; a companion's are T, 2T, ... further on, T tiers each
+TIERS = tuple(Tier)
 MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
 STALE_EVENTS = 256
 MERGE_LIMIT = 16  # nodes joined by one command
@@ -2546,9 +2547,9 @@ class Index:
             if not resource:
                 self.counters["unpublished_pages"] += node.num_bytes // self.page_bytes
         elif present:
-            log.stored(node, Tier(tier), session_id, resource)
+            log.stored(node, TIERS[tier], session_id, resource)
         else:
-            log.removed(node, Tier(tier), resource)
+            log.removed(node, TIERS[tier], resource)
 
     def evict(self, c: int, num_pages: int, tenant: int = 0, extra: int = 0) -> bool:
         """Evict, in the policy's order, until `num_pages` are free; False: a slice was used up before, or it takes the
