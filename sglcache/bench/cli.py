@@ -246,6 +246,27 @@ def match(pages: tuple[int, ...], page_size: int, blocks: int, as_json: bool) ->
     return _show("match", benchmark.run(benchmark.Options(pages, page_size, blocks)), as_json)
 
 
+@bench.command(examples=("sglcache bench count --events", "sglcache bench count --page-size 16 --json"), exits={})
+@click.option("--page-size", type=click.IntRange(1, 4096), default=64, show_default=True)
+@click.option("--events", is_flag=True, help="Hash and encode events.")
+@click.option("--requests", type=positive, default=40, show_default=True, help="That are counted.")
+@click.option(
+    "--pages",
+    type=click.IntRange(min=1000),
+    multiple=True,
+    default=(2_000, 100_000),
+    show_default=True,
+    help="That are cached where a match is counted; once for each index.",
+)
+@json_option
+def count(page_size: int, events: bool, requests: int, pages: tuple[int, ...], as_json: bool) -> int:
+    """The interpreter's instructions for a request in the index: they don't depend on the machine, nor on its load."""
+    from sglcache.bench import count as benchmark
+
+    options = benchmark.Options(page_size, events, requests, pages=pages)
+    return _show("count", benchmark.run(options), as_json)
+
+
 @bench.command(examples=("sglcache bench memory --pages 65536", "sglcache bench memory --json"), exits={})
 @click.option("--pages", type=click.IntRange(min=2048), default=1 << 16, show_default=True)
 @page_size_option

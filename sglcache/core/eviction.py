@@ -157,7 +157,7 @@ class Recency:
     before its parent, and the first is a leaf. No heap, no clock, no set of leaves.
     """
 
-    __slots__ = ("cell", "effort", "end", "fresher", "lock", "older", "policy", "pool")
+    __slots__ = ("_places", "cell", "effort", "end", "fresher", "lock", "older", "policy", "pool")
 
     def __init__(self, cell: int, num_cells: int, pool: SlotPool, end: Node) -> None:
         """`end`: a node that is in no tree; fresher than it is the oldest, older than it the freshest."""
@@ -165,6 +165,7 @@ class Recency:
         self.effort = 1
         self.cell = cell
         self.lock, self.older, self.fresher = (stride * num_cells + cell for stride in (1, 2, 3))
+        self._places = cell, self.lock, self.older, self.fresher
         self.end = end
         self.reset(pool)
 
@@ -174,7 +175,7 @@ class Recency:
         return []
 
     def pin(self, node: Node | None, stop: Node | None = None) -> None:
-        cell, lock, older, fresher = self.cell, self.lock, self.older, self.fresher
+        cell, lock, older, fresher = self._places
         locked = 0
         while node is not stop and node is not None:
             parent = node.parent
@@ -195,8 +196,9 @@ class Recency:
             self.pool.locked += locked // SLOT_BYTES
 
     def unpin(self, node: Node | None) -> None:
-        cell, lock, older, fresher, end = self.cell, self.lock, self.older, self.fresher, self.end
-        ends = end.cells
+        cell, lock, older, fresher = self._places
+        end = self.end
+        last = end.cells[older]
         unlocked = 0
         while node is not None:
             parent = node.parent
@@ -205,14 +207,14 @@ class Recency:
             cells = node.cells
             cells[lock] = count = cells[lock] - 1
             if not count:
-                last = ends[older]
                 cells[older] = last
-                cells[fresher] = end
                 last.cells[fresher] = node
-                ends[older] = node
+                last = node
                 unlocked += len(cells[cell])
             node = parent
         if unlocked:
+            last.cells[fresher] = end
+            end.cells[older] = last
             self.pool.locked -= unlocked // SLOT_BYTES
 
     def victim(self) -> Node | None:
@@ -220,7 +222,7 @@ class Recency:
         return None if node.parent is None else node
 
     def unlink(self, node: Node) -> None:
-        older, fresher = self.older, self.fresher
+        _, _, older, fresher = self._places
         cells = node.cells
         left, right = cells[older], cells[fresher]
         left.cells[fresher] = right

@@ -2591,12 +2591,13 @@ class Index:
         its bytes, or those of a page that it hangs on, are wrong.
         """
         tree, pool = self.tree, self.pools[c]
-        run = node.cells[c]
+        cells = node.cells
+        run = cells[c]
         if self.companions is not None:
             self.companions.drop_with(c, node, not cleared, corrupt)
         self.change(c, node, False)
         self.orders[c].unlink(node)
-        node.cells[c] = None
+        cells[c] = None
         parent = node.parent
         assert parent is not None
         if node.used > parent.used:
@@ -2604,7 +2605,7 @@ class Index:
         pages = len(run) // SLOT_BYTES
         pool.cached -= pages
         pool.give(run)
-        kept = self.T > HOST and node.cells[1 - c] is not None
+        kept = self.T > HOST and cells[1 - c] is not None
         counters = self.counters
         if pruned:
             counters[PRUNED[c]] += pages
@@ -2619,11 +2620,12 @@ class Index:
                 self.idle_times[c].observe(now - node.used, pages)
         if kept:
             return
-        self.backups.forget(node)
+        if self.T > HOST:
+            self.backups.forget(node)
         if self.l3 is not None:
             self.l3.forget(node)
         tree.remove(node)
-        if type(parent.children) is Node and parent.parent is not None:
+        if parent.parent is not None and type(parent.children) is Node:
             tree.merge(parent.children, 1)
 
     def space(self, namespace: Namespace) -> Space:

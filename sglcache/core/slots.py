@@ -89,8 +89,9 @@ class SlotPool:
 
     def give(self, slots: bytes) -> None:
         """Back to the free list. The caller has uncounted them."""
-        self.free += len(slots) // SLOT_BYTES
-        if len(slots) < CRUMB_BYTES:
+        size = len(slots)
+        self.free += size // SLOT_BYTES
+        if size < CRUMB_BYTES:
             self._crumbs += slots
         else:
             self._runs.append(slots)

@@ -327,16 +327,13 @@ MUTATIONS = [
         "a release does not refresh",
         Recency,
         "unpin",
-        "                last = ends[older]\n"
-        "                cells[older] = last\n"
-        "                cells[fresher] = end\n"
-        "                last.cells[fresher] = node\n"
-        "                ends[older] = node\n",
-        "                right, left = ends[fresher], end\n"
+        "                cells[older] = last\n                last.cells[fresher] = node\n                last = node\n",
+        "                right, left = end.cells[fresher], end\n"
         "                while right is not end and right.cells[fresher] is not None and node is right.parent:\n"
         "                    left, right = right, right.cells[fresher]\n"
         "                cells[older], cells[fresher] = left, right\n"
-        "                left.cells[fresher] = right.cells[older] = node\n",
+        "                left.cells[fresher] = right.cells[older] = node\n"
+        "                last = end.cells[older]\n",
         **LRU_ONLY,
     ),
     mutation(
