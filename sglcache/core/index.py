@@ -818,6 +818,7 @@ class Index:
         tokens: int | None = None,
         ends: Sequence[tuple[int, int, int]] = (),
         floor: int | None = None,
+        done: int | None = None,
     ) -> None:
         """Give the whole pages of the first `tokens` tokens to the tree when `ticket` is done; then Wake(Committed).
 
@@ -827,7 +828,7 @@ class Index:
         With companions the lease keeps of those by page the last that a match would need, and what lies beyond. `ends`:
         (companion, tokens, slot), of one by end: the lease's own slot has the state at the end of so many tokens, whole
         pages, and is the tree's from then on, if that has none there. `floor`: the lease's own pages of companions that
-        lie wholly before that token are given up first, and are free.
+        lie wholly before that token are given up first, and are free. `done`: that shard's event for it is done.
         """
         s = self._session(session)
         held = self._lease(s, lease)
@@ -857,16 +858,27 @@ class Index:
         elif ends or floor is not None:
             raise BadRequest("nothing here keeps windows or states: leave states and floor out", ends=len(ends))
         self._ticket(s, ticket)
+        if done is not None:
+            s.events[ticket] = s.events.get(ticket, 0) | 1 << done
         s.queue.append(op)
         if s.events:
             self._pump(s)
 
     def release(
-        self, session: SessionId, request: int, lease: LeaseId, ticket: int, *, seen: int = 0, discard: bool = False
+        self,
+        session: SessionId,
+        request: int | None,
+        lease: LeaseId,
+        ticket: int,
+        *,
+        seen: int = 0,
+        discard: bool = False,
+        done: int | None = None,
     ) -> None:
         """End the lease when `ticket` is done; then Wake(Released). It takes no command from now on.
 
-        `discard`: commits of it that have not taken effect don't.
+        Request None: nobody is told. `discard`: commits of it that have not taken effect don't. `done`: that shard's
+        event for it is done already.
         """
         s = self._session(session)
         held = self._lease(s, lease)
@@ -877,6 +889,8 @@ class Index:
                 if op.lease is held and op.request is not None:
                     self.wake(s, op.request, Changed("the lease was discarded before this commit took effect"))
                     op.lease = op.request = None
+        if done is not None:
+            s.events[ticket] = s.events.get(ticket, 0) | 1 << done
         s.queue.append(Operation(request, held, ticket, seen, 0, True))
         if s.events:
             self._pump(s)
@@ -1286,6 +1300,28 @@ class Index:
         trimming = self.tenants is not None and self.tenants.trimming
         return bool(
             waits or line or self.backups.due or behind or telling or trimming or self._clearing or self._graves
+        )
+
+    @property
+    def still(self) -> bool:
+        """There is nothing to `drain`, to cut or to go on with: a turn that leaves the index so has no more to ask.
+
+        False says nothing.
+        """
+        log, line = self.log, self.line
+        return not (
+            self._effects
+            or (log is not None and (log.pending or log.removals or log.published))
+            or self.journal
+            or self._waiting
+            or line.extends.size
+            or line.acquires.size
+            or self.backups.due
+            or self._clearing
+            or self._graves
+            or self._telling_again is not None
+            or self.l3 is not None
+            or self.tenants is not None
         )
 
     def cut(self, ts: float, heartbeat: bool = False) -> bool:
@@ -2281,11 +2317,13 @@ class Index:
                 self._drop_duplicates(s, op.seen)
             if lease is None:
                 continue
-            assert op.request is not None
             if op.release:
                 self._give_back(lease)
-                self.wake(s, op.request, _new(Released, (lease.id,)))
-            elif lease.failed:
+                if op.request is not None:
+                    self.wake(s, op.request, _new(Released, (lease.id,)))
+                continue
+            assert op.request is not None
+            if lease.failed:
                 self.wake(s, op.request, TransferError("the lease's load-back failed: abort it and acquire anew"))
             else:
                 self.wake(s, op.request, self._commit(lease, op))

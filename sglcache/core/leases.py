@@ -148,9 +148,9 @@ class Operation:
     floor: int  # pages of companions before it are not given to the tree
 
     def __init__(
-        self, request: int, lease: Lease | None, ticket: int, seen: int, num_pages: int, release: bool
+        self, request: int | None, lease: Lease | None, ticket: int, seen: int, num_pages: int, release: bool
     ) -> None:
-        self.request: int | None = request
+        self.request = request  # None: nobody is told
         self.lease = lease  # None: it was discarded, and only its ticket is waited for
         self.ticket = ticket
         self.seen = seen

@@ -47,6 +47,7 @@ from sglcache.testing.hybrid_model import (
     unpack,
 )
 from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
+from sglcache.testing.still import is_still
 from sglcache.testing.subscriber import Subscriber
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
 from sglcache.wire.control import Extension
@@ -159,9 +160,11 @@ class Hybrid:
 
     def _drain(self) -> list[Effect]:
         effects: list[Effect] = []
+        still = is_still(self.index)
         while True:
             self.now += 1
             for effect in self.index.drain(self.now):
+                assert not still, f"still, and yet {effect} left"
                 if isinstance(effect, Publish):
                     self.subscriber.apply(effect)
                 elif isinstance(effect, Journal):

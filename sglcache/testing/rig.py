@@ -54,6 +54,7 @@ from sglcache.testing.model import (
 from sglcache.testing.pages import TOKEN_BYTES, Book, Page, ancestry
 from sglcache.testing.queue import InLine, Queue
 from sglcache.testing.stamps import Stamps
+from sglcache.testing.still import is_still
 from sglcache.testing.subscriber import Subscriber
 from sglcache.testing.third import FakeL3, Op, Step, WatchedL3
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
@@ -515,8 +516,10 @@ class Rig:
         """What leaves, as a server takes it: while `held`, cut and ask again."""
         effects: list[Effect] = []
         self.now += 1
+        still = is_still(self.index)
         while True:
             part = self.index.drain(self.now)
+            assert not (still and part), f"still, and yet {part} left"
             kinds = [isinstance(effect, Publish) for effect in part]
             assert kinds == sorted(kinds, reverse=True), "a batch left behind something else"
             for effect in part:

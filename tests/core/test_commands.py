@@ -485,3 +485,34 @@ def test_a_cancel_waits_for_what_is_being_loaded() -> None:
     assert lease.over
     assert r.peek(range(32)) == (32, 32), "what was loaded stays"
     r.settle()
+
+
+def journey(done: int | None, heard: bool) -> tuple[list[Any], Any]:
+    """Acquire, commit and release, each with its event done: what left, and what is there then."""
+    index = Index(IndexConfig(page_size=4, num_pages=16))
+    session = index.open_session()
+    left: list[Any] = []
+
+    def finish(ticket: int) -> None:
+        if done is None:
+            index.event_done(session, ticket)
+        left.extend(index.drain(0.0))
+
+    grant = index.acquire(session, 1, pack(range(9)))
+    assert grant is not None
+    index.commit(session, 2, grant.lease, 1, done=done)
+    finish(1)
+    index.release(session, 3 if heard else None, grant.lease, 2, done=done)
+    finish(2)
+    return left, (index.stats(), index.sessions[session].events, index.sessions[session].last_done)
+
+
+def test_an_event_may_be_done_with_its_command() -> None:
+    assert journey(0, heard=True) == journey(None, heard=True)
+
+
+def test_who_asks_for_no_answer_to_a_release_has_none() -> None:
+    heard, unheard = journey(None, heard=True), journey(None, heard=False)
+    assert [type(effect).__name__ for effect in heard[0][len(unheard[0]) :]] == ["Wake"]
+    assert unheard[0] == heard[0][:-1]
+    assert unheard[1] == heard[1]
