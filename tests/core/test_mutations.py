@@ -587,7 +587,7 @@ MUTATIONS = [
         seed=35,
         **LOADS,
     ),
-    mutation("what hangs on a failed load is committed", Index, "_pump", "elif lease.failed:", "elif False:", **LOADS),
+    mutation("what hangs on a failed load is committed", Index, "_pump", "if lease.failed:", "if False:", **LOADS),
     mutation(
         "a duplicate is freed at once",
         Index,
