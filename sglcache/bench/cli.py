@@ -66,6 +66,7 @@ def bench() -> None:
     default=0,
     help="Requests are of so many in turn, each with a floor of half its share; by default there are none.",
 )
+@click.option("--fixed-tokens", is_flag=True, help="As `token_ids` of the events: five bytes for each.")
 @click.option("--beside-full", is_flag=True, help="In turn with a tree of full KV alone, which does the same work.")
 @click.option("--peer", metavar="CMD", help="A command that measures something else; it prints a row as --json does.")
 @click.option("--pairs", type=positive, default=harness.MIN_PAIRS, show_default=True, help="Runs of each, in turn.")
@@ -86,6 +87,7 @@ def index(
     window_tokens: int | None,
     state_slots: int,
     tenants: int,
+    fixed_tokens: bool,
     beside_full: bool,
     peer: str | None,
     pairs: int,
@@ -112,6 +114,7 @@ def index(
         window,
         window_tokens,
         state_slots,
+        fixed_tokens,
         tenants,
     )
     if peer is None and not beside_full:
@@ -138,6 +141,8 @@ def index(
         ours += ["--limit", str(limit)]
     if events:
         ours.append("--events")
+    if fixed_tokens:
+        ours.append("--fixed-tokens")
     full = ours if beside_full else None
     ours = [*ours, "--kind", kind, "--window", str(window), "--state-slots", str(state_slots)]
     if window_tokens is not None:

@@ -4,8 +4,8 @@ The index is Python, and where nothing is hashed or encoded nine tenths of its t
 goes with the time, and unlike it is the same on every machine with the same minor version of Python. What C does
 meanwhile (hashes, encodings, comparisons) is not in it: `bench index` has the time of all.
 
-Prompts are drawn by a seed: all begin alike, a third goes on where one before it ended, the others are new; and the pool
-is small, so that each request evicts about as much as it brings. Growth is counted in the indexes of `bench match`.
+Prompts are drawn by a seed: all begin alike, a third goes on where one before it ended, the others are new; and the
+pool is small, so that each request evicts about as much as it brings. Growth is counted in the indexes of `bench match`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from sglcache.bench import match
 from sglcache.bench.harness import Row
 from sglcache.bench.index import Driver
-from sglcache.core.effects import Grant
+from sglcache.core.effects import Grant, Wake
 from sglcache.core.index import Index, IndexConfig
 
 T = TypeVar("T")
@@ -116,7 +116,9 @@ def _requests(options: Options) -> Row:
         counts.append(taken)
         while grant is None:
             index.step()
-            grant = next((e.result for e in index.drain(0.0) if isinstance(getattr(e, "result", None), Grant)), None)
+            for effect in index.drain(0.0):
+                if isinstance(effect, Wake) and isinstance(effect.result, Grant):
+                    grant = effect.result
         counts += [count(call, grant)[0] for call in (commit, release)] + [count(cut)[0]]
         if number >= options.before:
             matched, tokens = matched + grant.matched_tokens, tokens + len(prompt)

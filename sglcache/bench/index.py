@@ -64,6 +64,7 @@ class Options(NamedTuple):
     window: int = 128  # tokens that a query sees
     window_tokens: int | None = None  # capacity; None: a quarter of capacity_tokens
     state_slots: int = 256  # capacity
+    fixed_tokens: bool = False  # events have each token in five bytes: see `Format`
     tenants: int = 0  # that requests are of in turn, each with a floor of half its share of a tier; 0: there are none
 
     def limits(self) -> dict[str, Limits] | None:
@@ -368,7 +369,7 @@ def build(options: Options, format: Format = PLAIN) -> tuple[Index, Work]:
 
 def run(options: Options) -> Row:
     """One measurement in this process, as one row."""
-    index, work = build(options)
+    index, work = build(options, Format(fixed_tokens=options.fixed_tokens))
     keep_large_buffers()
     driver = Driver(index)
     collector = Collector()
@@ -411,6 +412,7 @@ def _row(options: Options, index: Index, driver: Driver, timed: list[Timed], len
         "page_size": page_size,
         "events": options.events,
         "hash": options.hash_name if options.events else None,
+        "fixed_tokens": options.fixed_tokens,
         "policy": options.policy,
         "host_policy": options.host_policy if options.host_tokens else None,
         "capacity_tokens": options.capacity_tokens,

@@ -192,6 +192,8 @@ class EventLog:
         self.tallies = {tier: Tally() for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
         self.groups = format.groups
         self._withhold = format.withhold_tokens
+        self._pack_tokens = encoding.pack_tokens_fixed if format.fixed_tokens else encoding.pack_tokens
+        self._pack_pairs = encoding.pack_pairs_fixed if format.fixed_tokens else encoding.pack_pairs
         self.num_batches = self.num_stored = self.num_removed = self.num_cleared = self.num_unpublished = 0
         self.published: list[Publish] = []
         self.named: list[tuple[object, bytes]] = []  # who asked by `name` or `wanted`, and the digests
@@ -474,11 +476,11 @@ class EventLog:
 
     def _pack(self, runs: list[Text]) -> bytes:
         if self.keys.bigram:
-            return encoding.pack_pairs(b"".join([self.keys.words(text[start:stop]) for text, start, stop in runs]))
+            return self._pack_pairs(b"".join([self.keys.words(text[start:stop]) for text, start, stop in runs]))
         if len(runs) == 1:
-            return encoding.pack_tokens(*runs[0])
+            return self._pack_tokens(*runs[0])
         text = b"".join([memoryview(text)[start:stop] for text, start, stop in runs])
-        return encoding.pack_tokens(text, 0, len(text))
+        return self._pack_tokens(text, 0, len(text))
 
     def payload(self, ts: float, frame: Frame) -> bytes:
         """The frame as it goes on the wire."""

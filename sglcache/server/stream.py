@@ -26,6 +26,7 @@ def format_of(config: Config) -> Format:
         extra_key_as=events.extra_key_as,
         hash_salts=events.cache_salt == "hashed",
         withhold_tokens=events.token_ids == "none",
+        fixed_tokens=events.token_ids == "fixed",
         groups=tuple(Group(*each, each.window is None) for each in told_groups(config)),
     )
 

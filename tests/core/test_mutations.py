@@ -327,7 +327,9 @@ MUTATIONS = [
         "a release does not refresh",
         Recency,
         "unpin",
-        "                cells[older] = last\n                last.cells[fresher] = node\n                last = node\n",
+        "                cells[older] = last\n"
+        "                last.cells[fresher] = node\n"
+        "                last = node\n",
         "                right, left = end.cells[fresher], end\n"
         "                while right is not end and right.cells[fresher] is not None and node is right.parent:\n"
         "                    left, right = right, right.cells[fresher]\n"

@@ -387,6 +387,28 @@ def test_withheld_tokens_are_an_empty_list() -> None:
     assert events(index)[1]["token_ids"] == []
 
 
+@pytest.mark.parametrize("bigram", [False, True])
+@pytest.mark.parametrize("name", ["map", "array", "superset"])
+def test_fixed_tokens_say_the_same_in_five_bytes_each(name: str, bigram: bool) -> None:
+    tokens = [0, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 9]
+    least, fixed = (
+        Index(IndexConfig(2, 64, bigram=bigram, format=Format(name, fixed_tokens=each))) for each in (False, True)
+    )
+    payloads = []
+    for index in (least, fixed):
+        put(index, tokens)
+        index.cut(1.0)
+        payloads.append(b"".join(effect.payload for effect in index.drain() if isinstance(effect, Publish)))
+    short, long = payloads
+    first, second = (msgspec.msgpack.decode(payload) for payload in payloads)
+    assert first == second
+    assert sum(byte == 0xCE for byte in long) >= (16 if bigram else 8)
+    # of eight tokens (or pairs of nine) those that need fewer
+    sizes = [1 + (t > 127) + (t > 255) + 2 * (t > 65_535) for t in tokens]
+    said = [*sizes[:8], *(sizes[1:9] if bigram else [])]
+    assert len(long) - len(short) == sum(5 - size for size in said)
+
+
 def test_a_hashed_salt_is_told_by_its_sha256_and_hashes_are_as_before() -> None:
     clear, hidden = index_of(Format()), index_of(Format(hash_salts=True))
     for index in (clear, hidden):
