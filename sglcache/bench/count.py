@@ -4,8 +4,8 @@ The index is Python, and where nothing is hashed or encoded nine tenths of its t
 goes with the time, and unlike it is the same on every machine with the same minor version of Python. What C does
 meanwhile (hashes, encodings, comparisons) is not in it: `bench index` has the time of all.
 
-Prompts are drawn by a seed: all begin alike, a third goes on where one before it ended, the others are new; and the
-pool is small, so that each request evicts about as much as it brings. Growth is counted in the indexes of `bench match`.
+Prompts are drawn by a seed: all begin alike, a third goes on where one before it ended, the others are new; the pool is
+small, so that each request evicts about as much as it brings. Growth is counted in the indexes of `bench match`.
 """
 
 from __future__ import annotations
