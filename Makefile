@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test daemons models survive torture check format bench smoke package interop clean
+.PHONY: help install serve demo test daemons metrics models survive torture check format bench smoke package interop clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ endif
 
 daemons: $(STAMP) ## starts, ports, many ranks, stores, doctors and benchmarks: what takes many daemons
 	@$(BIN)/python -m pytest -m daemons tests -n auto --dist loadfile $(ARGS)
+
+metrics: $(STAMP) ## dashboard and alerts against real daemons, with promtool and Prometheus, which it unpacks
+	@PROMETHEUS="$$(scripts/promtool.sh)" $(BIN)/python -m pytest -m metrics tests/server/test_metrics_served.py $(ARGS)
 
 models: $(STAMP) ## real models on a daemon's pages, of every kind of layer: the same words from every tier
 	@$(BIN)/python -m pytest -m models tests/integrations tests/test_demo.py tests/test_integrate.py -n auto --dist loadfile $(ARGS)
