@@ -157,7 +157,7 @@ def admin_of(socket: Path) -> Client:
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
+def progress(total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, where that is a terminal. Gives what to call with how much is done."""
     if not sys.stderr.isatty():
         yield lambda done: None
@@ -730,7 +730,7 @@ def replay(
     with work.trace_file(trace) as file, work.serving(settings, None if named else kind) as own:
         served = own or targets_of(socket, rank)[0].socket
         options = work.Options(file, limit, clients, verify, max_output, served, rate, kind)
-        with _progress(work.num_requests(file, limit)) as advance:
+        with progress(work.num_requests(file, limit)) as advance:
             report = work.replay(options, advance)
     report.trace = str(trace) if trace is not None else "made up"
     click.echo(report.to_json() if as_json else work.describe(report))
@@ -746,6 +746,7 @@ LAZY = (
     ("sglcache.commands.check:check", "check", "What a configuration takes, or what is wrong."),
     ("sglcache.commands.config:config", "config", "What a daemon would run with, every key."),
     ("sglcache.commands.fsck:fsck", "fsck", "Prove that a running daemon is what it says it is."),
+    ("sglcache.commands.plan:plan", "plan", "Would more memory help? Of a daemon, or of a trace."),
     ("sglcache.commands.purge:purge", "purge", "Remove the host tier that outlived its daemon."),
     ("sglcache.commands.health:health", "health", "Whether every rank serves, for probes."),
     ("sglcache.commands.sessions:sessions", "sessions", "Who is attached, and what each holds."),

@@ -765,10 +765,16 @@ class ObserveConfig(Section):
         default=16384, ge=0, le=1 << 20, description="Runs of pages that left a tier, for `sglcache explain`."
     )
     requests: int = Field(default=4096, ge=0, le=1 << 20, description="Acquires, for `sglcache explain --request`.")
-    reuse_sample: int = Field(
-        default=64, ge=0, le=1 << 16, description="One page of so many is followed, to tell what more memory would add."
+    reuse_sample_tokens: int = Field(
+        default=16384,
+        ge=0,
+        le=1 << 20,
+        description="Of so many tokens about one page is followed, to tell what more memory adds: `sglcache plan`.",
     )
     reuse_pages: int = Field(default=32768, ge=64, le=1 << 22, description="Pages that are followed at most.")
+    reuse_window_s: float = Field(
+        default=3600.0, gt=0, le=604_800.0, description="What is told of them is of the last seconds, so many."
+    )
 
 
 class ControlConfig(Section):

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torture": BOTTOM | MIDDLE | {"bench", "client", "core", "paths", "ranks", "server"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"console", "core", "client", "demo", "paths", "ranks", "server", "bench"},
-    "commands": BOTTOM | {"cli", "client", "console", "memory", "net", "paths", "ranks", "server", "torture"},
+    "commands": BOTTOM | {"bench", "cli", "client", "console", "memory", "net", "paths", "ranks", "server", "torture"},
     "__main__": {"cli"},
 }
 

@@ -650,6 +650,11 @@ class Client(Member):
         with self._connection.lock:
             return self._call(control.Digest(self._connection.number()))
 
+    def reuse(self) -> dict[str, Any]:
+        """What the tiers hit, and what more of one would add: see docs/plan.md. BadRequest: nothing is followed."""
+        with self._connection.lock:
+            return self._call(control.Reuse(self._connection.number()))
+
     def check(self, name: str) -> dict[str, Any]:
         """Have the live rank prove one of `control.CHECKS`: see `sglcache.client.fsck`. BadRequest: there is none."""
         with self._connection.lock:

@@ -61,6 +61,7 @@ Request: TypeAlias = (
     | control.Status
     | control.Dump
     | control.Digest
+    | control.Reuse
     | control.Announce
     | control.Check
     | control.EvictSession

@@ -16,9 +16,6 @@ from sglcache.server.keeping import check_place, held_in, memory_of
 from sglcache.server.plan import Seat, plan
 from sglcache.units import Tier
 
-BLOCK = 4096  # of a disk: a file takes whole ones
-HEADER_BYTES = 256  # of a page's file, about, beside its tokens
-
 
 @click.command(
     cls=Command,
@@ -185,7 +182,7 @@ def _third_lines(weighed: room.Room, disk: room.DiskRoom | None) -> list[str]:
     for rank in weighed.ranks:
         geometry = rank.geometry
         page = geometry.page_bytes * geometry.num_parts
-        file = -(-(page + HEADER_BYTES + 4 * geometry.page_size) // BLOCK) * BLOCK
+        file = room.file_bytes(page, geometry.page_size)
         lines.append(
             f"third tier of rank {rank.offset}: {storage.path}/rank-{rank.offset}, {room.told(storage.size)} at most: "
             f"some {storage.size // file:,} pages of {page:,} B, {storage.size // file * geometry.page_size:,} tokens"

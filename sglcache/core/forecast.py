@@ -25,7 +25,7 @@ EXTRA_GIB = (10, 50, 100)
 FEW_LOOKS = 500  # below these a verdict would be chance
 LITTLE = 0.005  # a share of the tokens that nobody would buy memory for
 ENOUGH = 0.8  # of what the largest step adds: a smaller one will do
-ROUNDS = 30
+ROUNDS = 20
 
 
 class Sizes(NamedTuple):

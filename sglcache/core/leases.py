@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglcache.core.key import Namespace
 from sglcache.core.slots import SLOT_BYTES
 from sglcache.core.tree import Node
 from sglcache.errors import SessionEnded
 from sglcache.units import LeaseId, SessionId, TicketId, Tier
+
+if TYPE_CHECKING:
+    from sglcache.core.reuse import Run
 
 
 class ByPage:
@@ -87,6 +90,7 @@ class Lease:
     parts: Sequence[ByPage | ByEnd] = ()  # of each companion
     from_device = 0  # tokens that it would have matched without a load
     reaches: tuple[int, ...] = ()  # see `Grant`
+    reuse: Run | None = None  # who follows its pages; nothing here looks at it
     _base = 0  # the byte of the sequence with which `_tokens` begins
     _more: list[bytes] | None = None
 
@@ -109,6 +113,12 @@ class Lease:
             self._base = start
             self._more = None
         return self._tokens, start - self._base
+
+    def since(self, start: int) -> bytes | None:
+        """The tokens from byte `start` on, without letting go of any; None: some of them were let go of."""
+        if start < self._base:
+            return None
+        return b"".join([self._tokens[start - self._base :], *(self._more or ())])
 
     def append(self, tokens: bytes) -> None:
         """More tokens, joined when someone asks: decoding brings one a step, and a long context isn't copied for it."""

@@ -3,9 +3,9 @@
 **The law.** Put all pages in one line, the last used first; a request's own pages stand in it from the first page of
 the prompt to the last. A page's *distance* is its place in that line when it is asked for again. A cache of C pages
 that lets go of what was used longest ago holds the first C of the line, whatever C is; so it hits a page exactly if
-its distance is at most C (Mattson, 1970). What stands before a page in its prompt never has a larger distance than it: what
-is hit of a prompt is always a prefix, as the tree's hits are. A page that nobody has had before has no distance, and no
-size helps: what is left is the *ceiling*.
+its distance is at most C (Mattson, 1970). What stands before a page in its prompt never has a larger distance than it:
+what is hit of a prompt is always a prefix, as the tree's hits are. A page that nobody has had before has no distance,
+and no size helps: what is left is the *ceiling*.
 
 * A *use* is a granted acquire that asks for a page which a commit has brought before. A page is first in the line from
   the commit on that brings it, a prompt's page as well as one of generated tokens, at the place of its lease's acquire:
@@ -32,12 +32,15 @@ caller's clock, in eight parts of which the oldest goes at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 import xxhash
 
 from sglcache.core.hashing import seed
+from sglcache.core.histograms import AGES, Histogram
 from sglcache.core.key import ROOT, Keys, Namespace
 
 NUM_PARTS = 8  # of the window
@@ -45,10 +48,10 @@ RUN_TOKENS = 128  # of which one page can be chosen
 BITS = 5  # distances are told apart to one part in 2**BITS
 KEPT_SEEDS = 1024
 MANY_PIECES = 64
-GAPS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14_400.0, 86_400.0)  # upper bounds, of the last there is none
 NEVER = 1 << 62
 
 _hash = xxhash.xxh3_64_intdigest
+_most = itemgetter(1)  # of what a Curve counts
 
 
 class Run:
@@ -108,7 +111,7 @@ class Curve(NamedTuple):
     expected: float  # looks at chosen pages, as chance would have it
     looks: int
     cold: int
-    counts: tuple[tuple[float, float, int], ...]  # (distances above this, up to this, looks), rising
+    counts: tuple[tuple[float, float, int, int], ...]  # (distances above this, up to this, looks, looks below), rising
     matched_tokens: int
     host_tokens: int
     tracked: int  # pages that are followed
@@ -133,14 +136,12 @@ class Curve(NamedTuple):
         """The share of tokens that a cache of so many pages would have found."""
         if not self.expected or pages < 1:
             return 0.0
-        hits = 0.0
-        for above, most, looks in self.counts:
-            if most > pages:
-                if pages > above:
-                    hits += looks * (pages - above) / (most - above)  # they lie evenly
-                break
-            hits += looks
-        return self._share(hits)
+        at = bisect_left(self.counts, pages, key=_most)
+        if at == len(self.counts):
+            return self.ceiling
+        above, most, looks, hits = self.counts[at]
+        # Within a bucket they lie evenly.
+        return self._share(hits + looks * max(0.0, pages - above) / (most - above))
 
     @property
     def ceiling(self) -> float:
@@ -246,8 +247,7 @@ class Reuse:
         self._part_s = window_s / NUM_PARTS
         self._until = now + self._part_s
         self.forgotten = 0
-        self.gaps = [0] * (len(GAPS_S) + 1)  # looks by seconds since the page's last use, since the start
-        self.gaps_sum = 0.0
+        self.gaps = Histogram(AGES)  # looks by seconds since the page's last use
 
     @property
     def tracked(self) -> int:
@@ -330,6 +330,11 @@ class Reuse:
         for part in parts:
             for bucket, looks in part.counts.items():
                 counts[bucket] = counts.get(bucket, 0) + looks
+        told: list[tuple[float, float, int, int]] = []
+        below = 0
+        for bucket in sorted(counts):
+            told.append((*self._bounds(bucket), counts[bucket], below))
+            below += counts[bucket]
         return Curve(
             self.weight,
             self.keys.page_size,
@@ -340,7 +345,7 @@ class Reuse:
             sum(part.places for part in parts) * self.rate,
             sum(part.looks for part in parts),
             sum(part.cold for part in parts),
-            tuple((*self._bounds(bucket), counts[bucket]) for bucket in sorted(counts)),
+            tuple(told),
             sum(part.matched_tokens for part in parts),
             sum(part.host_tokens for part in parts),
             self.tracked,
@@ -417,14 +422,7 @@ class Reuse:
     def _move(self, old: int, touch: int, count: int, now: float) -> None:
         line = self._line
         at = old % line.size
-        gap = now - self._times[at]
-        place = 0
-        for most in GAPS_S:
-            if gap <= most:
-                break
-            place += 1
-        self.gaps[place] += count
-        self.gaps_sum += gap * count
+        self.gaps.observe(now - self._times[at], count)
         if not line.add(old, -count):
             self._names[at] = None
         line.add(touch, count)

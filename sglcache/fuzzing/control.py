@@ -27,6 +27,7 @@ from sglcache.config import LimitsConfig
 from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.index import Index, IndexConfig
+from sglcache.core.reuse import Reuse
 from sglcache.errors import ConfigError, ProtocolError, SglcacheError, UnknownSession
 from sglcache.memory.mapping import create_memfd
 from sglcache.memory.rings import LoadRing
@@ -81,6 +82,7 @@ def commands() -> list[control.Frame]:
         control.Check(20, "books"),
         control.Acquire(21, TOKENS, tenant="t", wait_s=0.01),
         control.Extend(22, [control.Extension(1, TOKENS)], 0.01),
+        control.Reuse(23),
     ]
 
 
@@ -189,6 +191,7 @@ class Commands(Decoder):
             Limits(LimitsConfig()),
             lambda name, written: [],
             self.checks,
+            Reuse(self.index.keys, 1, 64, 3600.0),
         )
         self.sessions.evict = self.evict  # type: ignore[method-assign]
         self.owner.start()

@@ -31,7 +31,11 @@ class Question(NamedTuple):
     params: type[Params] = Params
 
 
-API: dict[str, Question] = {"facts": Question("facts"), "digest": Question("digest")}
+API: dict[str, Question] = {
+    "facts": Question("facts"),
+    "digest": Question("digest"),
+    "reuse": Question("reuse"),
+}
 
 MAX_BODY_BYTES = 4 << 20
 """Of a POST: a prompt of some 500,000 tokens."""

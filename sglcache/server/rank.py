@@ -54,7 +54,7 @@ from sglcache.memory.mapping import create_memfd, map_shared
 from sglcache.memory.pools import ResourcePools
 from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
-from sglcache.server import checks, latencies, logs, metrics
+from sglcache.server import checks, latencies, logs, metrics, reuse
 from sglcache.server.allocator import keep_large_buffers
 from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Refusal, Start, Tenants
 from sglcache.server.collector import Collector
@@ -330,7 +330,12 @@ class Rank:
 
     def _answer(self, ask: Ask) -> Answer:
         """What the supervisor wants to know. Each is told in one go, so it is short work, and never a walk of all."""
-        tell: Callable[..., Any] = {"facts": self.facts, "digest": self.digest, "metrics": self.metrics}[ask.about]
+        tell: Callable[..., Any] = {
+            "facts": self.facts,
+            "digest": self.digest,
+            "metrics": self.metrics,
+            "reuse": self.reuse,
+        }[ask.about]
         try:
             return Answer(ask.question, tell(**ask.params))
         except SglcacheError as exc:
@@ -431,6 +436,11 @@ class Rank:
             "tiers": {tier.name: list(pair) for tier, pair in index.digest().items()},
         }
 
+    def reuse(self) -> dict[str, Any]:
+        """What the tiers hit, and what more of one would add. BadRequest: nothing is followed."""
+        sessions = self.parts.sessions
+        return reuse.told(sessions.reuse, self.config, self.geometry, self.parts.index, sessions.owner.loop.time())
+
     def facts(self) -> dict[str, Any]:
         """What /server_info says of this rank: where it is, and what tells one life from another."""
         third = self.parts.owner.third
@@ -451,7 +461,7 @@ class Rank:
 
     def metrics(self) -> list[metrics.Family]:
         publisher, third = self.parts.publisher, self.parts.owner.third
-        return metrics.of_rank(
+        families = metrics.of_rank(
             self.seat.offset,
             self.parts.index.stats(),
             publisher.stats() if publisher is not None else None,
@@ -466,6 +476,9 @@ class Rank:
             self.parts.scrubbing.facts() if self.parts.scrubbing is not None else None,
             latencies.of_rank(self.parts),
         )
+        if (follows := self.parts.sessions.reuse) is not None:
+            families += reuse.families({"rank": str(self.seat.offset)}, follows, self.reuse())
+        return families
 
     def _stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:
         """`for_ourselves`: for a peer of the control socket, who is of our user and may know the public key."""
@@ -630,7 +643,18 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             scrubbing = Scrubbing(resources, journal, rate, index, owner, tell, rank.fail)
             undo.callback(scrubbing.close)
         limits = Limits(config.limits)
-        sessions = Sessions(owner, load_ring, offer, rank.status, rank.digest, limits, rank.set_tenant, rank.checks)
+        sessions = Sessions(
+            owner,
+            load_ring,
+            offer,
+            rank.status,
+            rank.digest,
+            limits,
+            rank.set_tenant,
+            rank.checks,
+            reuse.made(config, index),
+            rank.reuse,
+        )
         listener = Listener(loop, rank.socket, sessions.welcome, sessions.refusals)
         watch = Watch(
             config.watch,

@@ -38,6 +38,9 @@ from sglcache.server.doors import FDS_PER_CONNECTION
 from sglcache.server.tenants import limits_of
 from sglcache.units import Tier
 
+BLOCK = 4096  # of a disk: a file takes whole ones
+HEADER_BYTES = 256  # of a page's file, about, beside its tokens
+
 NO_LIMIT = 1 << 60  # what cgroup v1 writes for none is near 2**63
 CAP_IPC_LOCK = 14
 SUPERVISOR_BYTES = 50 << 20
@@ -45,6 +48,11 @@ RATIO = "host.pool_ratio"
 QUARTER = 1 / WINDOW_SHARE  # of the device's pages, where nothing else is said
 RANK_FDS = 64  # beside connections
 RANK_BYTES = 60 << 20  # before its index grows
+
+
+def file_bytes(page_bytes: int, page_size: int) -> int:
+    """What a page of the host takes in a file store, about: its bytes, its tokens and a header, in whole blocks."""
+    return -(-(page_bytes + HEADER_BYTES + 4 * page_size) // BLOCK) * BLOCK
 
 
 class Limit(NamedTuple):

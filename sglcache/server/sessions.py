@@ -35,6 +35,7 @@ from sglcache.core.histograms import Histogram
 from sglcache.core.holdings import Holding, holdings
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
+from sglcache.core.reuse import Reuse
 from sglcache.errors import (
     BadRequest,
     Busy,
@@ -246,6 +247,8 @@ class Member(Connection):
         self.reply(control.Extended(request, results, list(extended.shares)))
 
     def granted(self, request: int, grant: Grant) -> None:
+        if (reuse := self.sessions.reuse) is not None:
+            self.sessions.asked(reuse, grant)
         place = None
         if grant.load is not None:
             place = self.owner.loads.begin(self.id, request, grant).place
@@ -404,6 +407,8 @@ class Member(Connection):
                 raise
             return
         pages = self.index.clear(tier)
+        if tier is None and self.sessions.reuse is not None:
+            self.sessions.reuse.clear()
         self.reply(control.Done(c.request, {"pages": {tier.name: count for tier, count in pages.items()}}))
 
     def cleared_below(self, request: int, tier: str, outcome: int | SglcacheError) -> None:
@@ -430,6 +435,9 @@ class Member(Connection):
 
     def digest(self, c: control.Digest) -> None:
         self.reply(control.Done(c.request, self.sessions.digest()))
+
+    def reuse(self, c: control.Reuse) -> None:
+        self.reply(control.Done(c.request, self.sessions.forecast()))
 
     def set_tenant(self, c: control.SetTenant) -> None:
         limits = {key: getattr(c, key) for key in KEYS}
@@ -501,6 +509,7 @@ _LOOKING: Handlers[Member] = {
     control.Status: Member.status,
     control.Dump: Member.dump,
     control.Digest: Member.digest,
+    control.Reuse: Member.reuse,
     control.Check: Member.check,
     control.Bye: Member.bye,
 }
@@ -555,7 +564,10 @@ class Sessions:
         limits: Limits,
         set_tenant: Callable[[str, Mapping[str, int | str]], list[dict[str, Any]]],
         checks: Callable[[], Mapping[str, Check]] = dict,
+        reuse: Reuse | None = None,
+        forecast: Callable[[], dict[str, Any]] = dict,
     ) -> None:
+        """`reuse`: who follows what is asked for, told by `forecast`."""
         self.owner = owner
         self.limits = limits
         self.load_ring = load_ring
@@ -564,6 +576,8 @@ class Sessions:
         self.digest = digest
         self.set_tenant = set_tenant
         self.checks = checks
+        self.reuse = reuse
+        self.forecast = forecast
         self.members: set[Member] = set()  # connected, or kept until its uses are over
         self.refusals = Refusals(owner.loop)
         self.num_attached = 0  # since the start
@@ -904,6 +918,8 @@ class Sessions:
         if isinstance(result, Released):
             member.reply(control.Done(wake.request))
         elif isinstance(result, Committed):
+            if self.reuse is not None:
+                self._follow(self.reuse, result)
             _, tokens, first_page, slots, num_duplicates, reply, shares = result
             told = _told(shares) if shares else ()
             member.reply(control.CommitDone(wake.request, tokens, first_page, slots, num_duplicates, reply, told))
@@ -915,6 +931,20 @@ class Sessions:
             member.reply(control.Done(wake.request, result._asdict()))
         else:
             member.fail(wake.request, result)
+
+    def asked(self, reuse: Reuse, grant: Grant) -> None:
+        """A granted acquire, for who follows what is asked for."""
+        index = self.owner.index
+        lease = index.leases.get(grant.lease)
+        if lease is not None and (tokens := lease.since(0)) is not None:
+            lease.reuse = reuse.asked(tokens, lease.namespace, grant.matched_tokens, grant.host_tokens, index.now)
+
+    def _follow(self, reuse: Reuse, result: Committed) -> None:
+        """A commit has taken effect: its pages are there from now on."""
+        index = self.owner.index
+        lease = index.leases.get(result.lease)
+        if lease is not None and lease.reuse is not None:
+            reuse.committed(lease.reuse, 4 * result.committed_tokens, lease.since, index.now)
 
     def _loaded(self, load: Load, ok: bool) -> None:
         """A load-back is over. The ring tells of a failed one before anyone computes with what isn't there."""

@@ -324,6 +324,12 @@ class Digest(Frame):
     request: U63
 
 
+class Reuse(Frame):
+    """What the tiers hit, and what more of one would add. BadRequest: nothing is followed."""
+
+    request: U63
+
+
 class Announce(Frame):
     """Tell all that is cached anew on the stream, for subscribers that can't ask for a replay."""
 
@@ -396,6 +402,7 @@ Command = (
     | Status
     | Dump
     | Digest
+    | Reuse
     | Announce
     | Check
     | Bye

@@ -16,7 +16,7 @@ from sglcache.bench.index import Driver
 from sglcache.core.forecast import Sizes, forecast, rates, reach
 from sglcache.core.index import Index, IndexConfig
 from sglcache.core.key import ROOT, Keys, Namespace
-from sglcache.core.reuse import GAPS_S, NEVER, Curve, Reuse, Run
+from sglcache.core.reuse import NEVER, Curve, Reuse, Run
 from sglcache.core.tiering import WritePolicy
 
 PAGE = 4
@@ -81,7 +81,7 @@ prompts = st.lists(
 
 
 def told(curve: Curve) -> dict[int, int]:
-    return {int(most): looks for _, most, looks in curve.counts}
+    return {int(most): looks for _, most, looks, _ in curve.counts}
 
 
 @given(prompts, st.booleans())
@@ -168,7 +168,8 @@ def test_a_page_is_there_from_its_commit_on() -> None:
     reuse = exact()
     tokens = packed(list(range(8)))
     runs = [reuse.asked(tokens, ROOT, 0, 0, 0.0) for _ in range(2)]
-    assert reuse.curve(0.0).cold == 4 and reuse.tracked == 0, "two compute it, and neither finds it"
+    assert reuse.curve(0.0).cold == 4, "two compute it, and neither finds it"
+    assert reuse.tracked == 0
     for run in runs:
         reuse.committed(run, 32, Text(tokens).since, 0.0)
     assert reuse.tracked == 2, "both have brought the same"
@@ -257,7 +258,7 @@ def test_about_one_page_in_so_many_is_followed() -> None:
 
 
 class Traffic(NamedTuple):
-    """Requests of a seeded world: conversations that go on, over a few system prompts, some far more used than others."""
+    """Requests of a seeded world: conversations that go on, over few system prompts, some far more so than others."""
 
     requests: int
     seed: int
@@ -357,9 +358,10 @@ def test_gaps_are_seconds_since_the_last_use() -> None:
     reuse = exact()
     for now in (0.0, 0.5, 4.0, 100_000.0):
         serve(reuse, packed([3] * 8), now=now)
-    assert dict(zip((*GAPS_S, None), reuse.gaps, strict=True))[1.0] == 2
-    assert reuse.gaps[1] == reuse.gaps[-1] == 2
-    assert reuse.gaps_sum == pytest.approx(2 * 100_000)
+    bounds, counts, total = reuse.gaps.observed()
+    seen = {most: count for most, count in zip((*bounds, None), counts, strict=True) if count}
+    assert seen == {1.0: 2, 10.0: 2, 100_000.0: 2}
+    assert total == pytest.approx(2 * 100_000)
 
 
 def test_touches_go_round_the_ring() -> None:
@@ -377,8 +379,10 @@ def test_touches_go_round_the_ring() -> None:
 
 
 def curve_of(*counts: tuple[float, float, int], cold: int) -> Curve:
-    looks = sum(each for _, _, each in counts) + cold
-    return Curve(1.0, 16, 100.0, 50, looks * 16, looks, looks, looks, cold, counts, 160, 16, 10, 1000, 0)
+    looks = sum(each for _, _, each in counts)
+    rising = tuple((*each, sum(other[2] for other in counts[:i])) for i, each in enumerate(counts))
+    looks += cold
+    return Curve(1.0, 16, 100.0, 50, looks * 16, looks, looks, looks, cold, rising, 160, 16, 10, 1000, 0)
 
 
 def test_a_verdict_says_which_tier_is_worth_it() -> None:
