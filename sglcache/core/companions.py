@@ -353,6 +353,11 @@ class Companions:
         pool.give(run)
         self.index.moved()
         kind, tier = self.kinds[c // self.T - 1], c % self.T
+        if self.index.departures is not None:
+            reason = "corrupt" if corrupt else "evicted" if gone else "cleared"
+            other = c + 1 if c % self.T == DEVICE else c - 1
+            kept = self.T > HOST and node.cells[other] is not None
+            self.index.departures.left(node, c, len(run) // SLOT_BYTES, reason, kept)
         if corrupt:
             what = "corrupt_slots"
         elif gone:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from sglcache.core import hashing, journal
 from sglcache.core.companions import PRUNED, Companions, Need
+from sglcache.core.departures import Cause, Departures
 from sglcache.core.effects import (
     Committed,
     Copy,
@@ -103,6 +104,8 @@ class IndexConfig:
     max_pinned_fraction: float = 1.0  # of a tier's pages, that pins may keep from eviction
     max_pins: int = 1 << 16  # of one session
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
+    departures: int = 0  # runs of pages that left a tier, and are remembered for `explain`
+    departed_bytes: int = 64 << 20  # of tokens and digests, that these keep
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
 
 
@@ -353,6 +356,10 @@ class Index:
         self._clearing: list[list[int]] = []  # [cell, pages still to evict]
         self._graves: list[Any] = []  # nodes, and tables of them, of trees that were dropped whole
         self._ts = 0.0
+        self.departures: Departures | None = None
+        if config.departures:
+            self.departures = Departures(self, config.departures, config.departed_bytes)
+            self.tree.remembers = True
         self._known_by: dict[Extras, Space] = {}  # what routers know a namespace by, and the one that has it
         self._announcement: Snapshot | None = None
         self._telling_again: Iterator[None] | None = None
@@ -690,7 +697,7 @@ class Index:
         if agreement is not None:
             assert companions is not None
             path = companions.open(lease, path, agreement)
-        if crowded and (self._waiting or not self._make_room([(number, num_fresh)], more)):
+        if crowded and (self._waiting or not self._make_room("acquire", s, [(number, num_fresh)], more)):
             lease.waiting = True
             last = path[-1] if path else None
             over = self.backups.num_over
@@ -780,7 +787,7 @@ class Index:
             crowded = crowded or self.tenants.crowded(wants)
         if self.companions is not None:
             crowded = crowded or self.companions.crowded(more) or (any(more) and bool(self._waiting))
-        if crowded and (self._waiting or not self._make_room(wants, more)):
+        if crowded and (self._waiting or not self._make_room("extend", s, wants, more)):
             self._waiting.append(waiting)
             return None
         return self._extended(growths)
@@ -1163,6 +1170,8 @@ class Index:
         if self.journal is not None:
             self.journal.append(journal.Cleared())
         self._graves += self.tree.drop_all()
+        if self.departures is not None:
+            self.departures.cleared()
         self.backups.forget()
         if self.l3 is not None:
             self.l3.forget()
@@ -1931,9 +1940,11 @@ class Index:
 
     # -- inside: waiting for room ------------------------------------------------------------------------------
 
-    def _make_room(self, wants: Sequence[tuple[int, int]], more: Sequence[int]) -> bool:
+    def _make_room(self, what: str, s: Session, wants: Sequence[tuple[int, int]], more: Sequence[int]) -> bool:
         """Evict until so many pages, by (tenant, pages), and slots of companions, are free; False: a slice was used up,
-        or copies of ours lock what is needed."""
+        or copies of ours lock what is needed. It is for that, of this session."""
+        if self.departures is not None:
+            self.departures.cause = Cause(what, s.id, wants[0][0])
         if self.tenants is not None:
             if self.tenants.short(wants) or not self.tenants.make_room(wants):
                 return False
@@ -1957,7 +1968,8 @@ class Index:
             if self._short(waiting):
                 self._stuck = self.revision
                 return
-        if self._make_room(waiting.wants, waiting.more):
+        what = "extend" if waiting.lease is None else "acquire"
+        if self._make_room(what, waiting.session, waiting.wants, waiting.more):
             self._leave_queue(waiting)
             self._served(waiting)
         elif self.tenants is not None:
@@ -2164,7 +2176,7 @@ class Index:
 
     def _admit(self, waiting: _Waiting) -> None:
         """Extends that have left the line: there is room for them, now or when copies of ours are over."""
-        if self._waiting or not self._make_room(waiting.wants, waiting.more):
+        if self._waiting or not self._make_room("extend", waiting.session, waiting.wants, waiting.more):
             self._waiting.append(waiting)
         else:
             self.wake(waiting.session, waiting.request, self._extended(waiting.growths))
@@ -2634,6 +2646,8 @@ class Index:
         if self.companions is not None:
             self.companions.drop_with(c, node, not cleared, corrupt)
         self.change(c, node, False)
+        departures = self.departures
+        payer = 0 if departures is None or self.tenants is None else node.cells[self.tenants.place[c]]
         self.orders[c].unlink(node)
         cells[c] = None
         parent = node.parent
@@ -2656,6 +2670,9 @@ class Index:
                 now = tree.now
                 self.lifetimes[c].observe(now - node.born, pages)
                 self.idle_times[c].observe(now - node.used, pages)
+        if departures is not None:
+            reason = "pruned" if pruned else "corrupt" if corrupt else "cleared" if cleared else "evicted"
+            departures.left(node, c, pages, reason, kept, payer)
         if kept:
             return
         if self.T > HOST:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglcache.core.departures import Cause
 from sglcache.core.effects import Cancel, Fetch, Grant, Prefetched, Probe, Result, Run, Store
 from sglcache.core.key import Namespace
 from sglcache.core.slots import SLOT_BYTES
@@ -547,6 +548,9 @@ class L3:
         elif not index.backups.send(anchor, whole=True):  # what comes hangs on what is on the host
             num_pages = 0
         tenants, tenant = index.tenants, prefetch.tenant
+        if index.departures is not None:
+            session = prefetch.waiters[0].session.id if prefetch.waiters else None
+            index.departures.cause = Cause("prefetch", session, tenant)
         if tenants is None:
             num_pages = min(num_pages, pool.free + pool.evictable)
             if num_pages >= least and not index.evict(HOST, num_pages):

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglcache.core.departures import Cause
 from sglcache.core.limits import DEFAULT, Limits, check_limits
 from sglcache.core.shares import Shared
 from sglcache.errors import BadRequest, ConfigError
@@ -324,6 +325,8 @@ class Tenants:
     def trim(self) -> None:
         """A slice of that."""
         if (found := self._too_much()) is not None:
+            if self.index.departures is not None:
+                self.index.departures.cause = Cause("ceiling", None, found[1])
             self.index.evict(found[0], 0, found[1])
 
     def _too_much(self) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from sglcache.core.departures import NOBODY, Cause
 from sglcache.core.effects import Copy
 from sglcache.core.leases import Ticket
 from sglcache.core.slots import SLOT_BYTES
@@ -152,7 +153,8 @@ class Backups:
         return self._send(end, demote, again, whole, end.cells[place])
 
     def _send(self, end: Node, demote: bool, again: bool, whole: bool, tenant: int) -> bool:
-        index, tenants = self.index, self.index.tenants
+        index, tenants, departures = self.index, self.index.tenants, self.index.departures
+        cause = NOBODY if departures is None else departures.cause
         orders, pool, page_bytes = index.orders, index.pools[HOST], index.page_bytes
         chain: list[Node] = []
         node = end
@@ -193,7 +195,11 @@ class Backups:
         sliced = False
         if count:
             orders[HOST].pin(backed)  # or room would be made by evicting what the copy hangs on
+            if departures is not None:
+                departures.cause = Cause("backup", None, tenant)
             sliced = not index.evict(HOST, need, tenant, need)
+            if departures is not None:
+                departures.cause = cause
             if sliced:
                 count, need = self._fitting(chain, self._free(tenant))
                 if not count or (whole and count < len(chain)):
@@ -206,6 +212,8 @@ class Backups:
         if not done and not again:
             skipped = sum(each.num_bytes for each in chain[count:]) // page_bytes
             index.counters["backup_pages_skipped"] += skipped
+            if departures is not None:
+                departures.not_copied("no_room", chain[-1], skipped)
             if tenants is not None and need + skipped <= pool.free + pool.evictable:
                 tenants.shares[HOST][tenant].skipped += skipped  # there is room, for others
         if not count:
@@ -230,6 +238,8 @@ class Backups:
             self.demoting += ticket.demote
             if tenants is not None:
                 tenants.leaving(last, ticket.demote)
+        if departures is not None and self.policy.on_eviction:
+            departures.sent(ticket)
         self.writes.append(ticket)
         index.counters["backup_pages"] += need
         source = b"".join([each.cells[DEVICE] for each in chain])
@@ -296,6 +306,10 @@ class Backups:
         orders, pool = index.orders, index.pools[HOST]
         assert ticket.end is not None
         companions = index.companions
+        if index.departures is not None:
+            index.departures.copied(ticket)
+            if ticket.cancelled or not ticket.ok:
+                index.departures.not_copied("failed", ticket.end, ticket.num_pages)
         if ticket.cancelled:
             pool.fenced -= len(ticket.fenced) // SLOT_BYTES
             pool.give(ticket.fenced)

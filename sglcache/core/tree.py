@@ -61,6 +61,7 @@ class Node:
         "parent",
         "space",
         "used",
+        "was",
         "writing",
     )
 
@@ -70,6 +71,9 @@ class Node:
     # The neighbours in the ring of all nodes, towards its start and its end. Of a root, none.
     ahead: Node
     behind: Node
+    # Set where departures are kept. Of one that left the tree: what it hung on; of one that was joined to another: the
+    # other, and how many bytes before its end the end of this one is.
+    was: Node | tuple[Node, int]
 
     def __init__(self, space: Space, parent: Node | None, key: bytes, cells: list[Any], now: float = 0.0) -> None:
         self.born = self.used = now  # see `Tree.now`
@@ -219,6 +223,7 @@ class Tree:
         self.spaces: Fanout[Namespace, Space] = Fanout({})
         self.num_nodes = 0
         self.num_splits = self.num_merges = 0
+        self.remembers = False  # whether nodes keep `was`
         self.now = 0.0  # seconds on the caller's clock: see `Index.now`
         self.nowhere = nowhere = Space(Namespace(), b"", None, keys.over)  # what dropped roots belong to
         self.orders = eviction.orders(
@@ -437,6 +442,11 @@ class Tree:
                 node.used = each.used
             each.parent = each.children = None
             each.cells = []
+            if self.remembers:
+                num_bytes -= each.num_bytes
+                each.was = node, num_bytes
+                each._text = b""
+                each._skip = 0
             _leave(each)
         self.num_nodes -= len(chain) - 1
         self.num_merges += len(chain) - 1

@@ -168,7 +168,16 @@ class Watched(Index):
     def change(self, c: int, node: Node, present: bool, session_id: str | None = None) -> None:
         if present:
             self.stamps.came(self.path(node), node.num_bytes // self.page_bytes, self.now)
+        else:
+            kept = self.T > 1 and node.cells[1 - c] is not None
+            self.stamps.left(c, self.path(node), node.num_bytes // self.page_bytes, self.now, kept)
         super().change(c, node, present, session_id)
+
+    def clear(self, tier: Tier | None = None) -> dict[Tier, int]:
+        cleared = super().clear(tier)
+        if tier is None:
+            self.stamps.cleared()
+        return cleared
 
     def _give_back(self, lease: Lease, used: bool = True) -> None:
         self._accessed((lease.node, lease.host_node))

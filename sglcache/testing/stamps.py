@@ -17,6 +17,7 @@ class Stamps:
     def __init__(self) -> None:
         self.born: dict[Page, float] = {}
         self.used: dict[Page, float] = {}
+        self.gone: tuple[dict[Page, tuple[float, bool]], ...] = ({}, {})  # by tier, the last time
         self.of_tier: tuple[dict[Page, float], ...] = ({}, {})  # accesses by who held the page in this tier
 
     def came(self, path: Path, num_pages: int, now: float) -> None:
@@ -25,6 +26,15 @@ class Stamps:
         self.born.update(dict.fromkeys(new, now))
         if new:
             self.used.update(dict.fromkeys(path, now))
+
+    def left(self, tier: int, path: Path, num_pages: int, now: float, kept: bool) -> None:
+        """The last `num_pages` of a path left a tier; `kept`: the other has them."""
+        self.gone[tier].update(dict.fromkeys(path[-num_pages:], (now, kept)))
+
+    def cleared(self) -> None:
+        """Of all: nothing is known of what was before."""
+        for times in self.gone:
+            times.clear()
 
     def accessed(self, tier: int, path: Path, now: float) -> None:
         """Who held a path in a tier has let go of it."""
