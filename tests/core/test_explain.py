@@ -391,3 +391,57 @@ def test_what_is_said_of_any_prompt_is_true(seed: int, monkeypatch: pytest.Monke
             whys.add(held_against_history(rig, namespace, key))
     rig.settle()
     assert whys - {None, "limit"}, "no prompt had a page that is missing"
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_what_left_is_found_below_nodes_that_were_joined_and_split_since(events: bool) -> None:
+    rig, runner = rig_of(16, events=events)
+    shared = pages(0, 4)
+    put(rig, runner, shared + pages(100, 3))
+    put(rig, runner, shared + pages(200, 3))
+    rig.cut()
+    put(rig, runner, pages(1000, 9))  # the first branch goes, and the node it hung on is joined to the other
+    assert rig.index.tree.num_merges > 0
+    assert rig.index.stats().num_nodes == 2
+    for told in range(2):
+        facts = ask(rig, shared + pages(100, 3))
+        assert (facts["matched"]["tokens"], facts["missing"]["page"]) == (16, 5)
+        (entry,) = facts["missing"]["left"]
+        assert entry["pages"] == 3
+        assert ask(rig, shared + pages(300, 3))["missing"]["why"] == "never"
+        assert ask(rig, pages(0, 3) + pages(100, 3))["missing"]["why"] == "never"
+        if not told:
+            held = hold(rig, runner, shared[: 2 * P])  # a split above, and one more below
+            other = rig.acquire(runner, shared + pages(200, 1))
+            assert isinstance(other, LeaseModel)
+            assert rig.index.stats().num_nodes == 4
+            rig.release(runner, held)
+            rig.release(runner, other)
+
+
+def test_what_left_the_device_is_known_in_whatever_node_the_host_has_it() -> None:
+    rig, runner = rig_of(8, 64)
+    put(rig, runner, pages(0, 8))
+    put(rig, runner, pages(100, 8))
+    left_at = rig.index.now - ask(rig, pages(0, 8))["device_missing"]["left"]["ago_s"]
+    assert rig.pin(runner, pages(0, 4), ROOT, "me", 1e9) == 16  # it splits the node
+    entry = ask(rig, pages(0, 4) + pages(50, 2))["device_missing"]["left"]
+    assert (entry["pages"], rig.index.now - entry["ago_s"]) == (8, left_at)
+    rig.unpin(runner, "me")
+
+    rig, runner = rig_of(8, 16)
+    shared = pages(0, 2)
+    put(rig, runner, shared + pages(100, 3))
+    put(rig, runner, shared + pages(200, 3))
+    put(rig, runner, pages(300, 8))  # all of these are on the host alone
+    before = ask(rig, shared + pages(200, 3))["device_missing"]["left"]
+    assert before["pages"] == 2
+    left_at = rig.index.now - before["ago_s"]
+    rig.cut()
+    merges = rig.index.tree.num_merges
+    rig.index.evict(HOST, 1)  # the first branch goes there, too, and what it hung on is joined to the other
+    assert rig.index.tree.num_merges > merges
+    facts = ask(rig, shared + pages(200, 3))
+    assert facts["matched"]["host"] == 20
+    assert rig.index.now - facts["device_missing"]["left"]["ago_s"] == left_at
+    assert facts["device_missing"]["left"]["pages"] == 2
