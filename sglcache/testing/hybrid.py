@@ -1350,11 +1350,19 @@ class Hybrid:
         for c, pool in enumerate(stats.pools):
             assert (pool.locked, pool.leased, pool.fenced) == (0, 0, 0), f"something is held by nobody: {pool}"
             assert pool.free + pool.cached == pool.total
-            r, tier = self.cells[c]
-            if r != FULL and tier == DEVICE:
-                counts = ("committed_slots", "evicted_device_slots", "demoted_slots", "cleared_device_slots")
-                came, *left = (stats.counters[f"{pool.resource}_{what}"] for what in counts)
+            _, tier = self.cells[c]
+            if tier == DEVICE:
+                came, *left = (stats.counters.get(name, 0) for name in _came_and_left(pool.resource))
                 went = sum(left)
                 assert came - went == pool.cached, (
                     f"{came} slots came, {went} went, and {pool.cached} are there: {pool}"
                 )
+
+
+def _came_and_left(resource: str) -> tuple[str, ...]:
+    """The counters of what came to the device, and of what left it, for each reason."""
+    if resource == "full":
+        left = ("evicted_device_pages", "demoted_pages", "cleared_device_pages", "pruned_device_pages")
+        return ("committed_pages", *left)
+    slots = ("committed_slots", "evicted_device_slots", "demoted_slots", "cleared_device_slots")
+    return tuple(f"{resource}_{name}" for name in slots)
