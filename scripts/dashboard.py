@@ -187,6 +187,31 @@ ROWS: list[tuple[str, list[Panel]]] = [
         ],
     ),
     (
+        "Would more memory help",
+        [
+            Panel(
+                "Hit rate with so many GiB more",
+                "percentunit",
+                [
+                    (
+                        f"avg by (tier, extra_gib) ({one('sglcache_reuse_hit_ratio')})",
+                        "{{tier}} + {{extra_gib}} GiB",
+                    ),
+                    (f"avg({one('sglcache_reuse_ceiling_ratio')})", "room for everything"),
+                ],
+                "Of the tokens asked for, estimated from a sample of the pages; `sglcache plan` says it in words.",
+                width=12,
+            ),
+            Panel(
+                "Gap between two uses of a page",
+                "s",
+                quantiles("sglcache_reuse_gap_seconds", of=(0.1, 0.5, 0.9)),
+                "Of pages that come back. Set it against how idle pages were that made room.",
+                width=12,
+            ),
+        ],
+    ),
+    (
         "Latency",
         [
             Panel(

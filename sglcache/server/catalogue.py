@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sglcache.core.forecast import Sizes, forecast
 from sglcache.core.histograms import Histogram
 from sglcache.core.index import Index, IndexConfig
+from sglcache.core.key import Keys
 from sglcache.core.limits import Limits
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
+from sglcache.core.reuse import Reuse
 from sglcache.memory.engine import NAMES, LaneStats
 from sglcache.memory.scrub import ScrubStats
 from sglcache.net.publisher import PublisherStats
-from sglcache.server import latencies, metrics
+from sglcache.server import latencies, metrics, reuse
 from sglcache.server.watch import WORDS
 from sglcache.storage.engine import KINDS
 from sglcache.storage.page import REASONS
@@ -79,7 +82,10 @@ def families() -> list[metrics.Family]:
         scrub={**ScrubStats(1, 1, 1, 1, 1.0, 1.0)._asdict(), "mismatches": 1},
         observed=observed,
     )
-    return [*metrics.of_lives({0: (True, 0)}), *told]
+    follows = Reuse(Keys(4, False), 1, 16, 1.0)
+    sizes = Sizes(8, 1, 8, 1, 8, 1)
+    reused = reuse.families({"rank": "0"}, follows, forecast(follows.curve(0.0), sizes))
+    return [*metrics.of_lives({0: (True, 0)}), *told, *reused]
 
 
 def catalogue() -> list[Metric]:
