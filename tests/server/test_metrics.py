@@ -8,6 +8,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglcache.core.companions import PRUNED
+from sglcache.core.histograms import Histogram
 from sglcache.core.index import LEFT, Index, IndexConfig
 from sglcache.core.limits import Limits
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
@@ -147,3 +148,20 @@ def test_several_ranks_stand_on_one_page_each_family_once() -> None:
     assert [found["sglcache_rank_restarts_total", str(rank)] for rank in range(3)] == [0, 4, 0]
     assert found["sglcache_stream_sent_batches_total", "0"] == found["sglcache_stream_sent_batches_total", "2"] == 7
     assert ("sglcache_stream_sent_batches_total", "1") not in found
+
+
+def test_a_histogram_is_told_as_buckets_that_add_up() -> None:
+    histogram = Histogram((0.5, 1.0))
+    for value in (0.1, 0.5, 0.7, 3.0):
+        histogram.observe(value)
+    index = Index(IndexConfig(page_size=4, num_pages=8))
+    told = of_rank(3, index.stats(), None, {}, observed={"copies": [({"direction": "load"}, histogram.observed())]})
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(told))  # as it comes through the channel
+    found = {key: value for key, value in samples(joined([told]).decode()).items() if "copy_seconds" in key[0]}
+    assert found == {
+        ("sglcache_copy_seconds_bucket", "load", "0.5"): 2,
+        ("sglcache_copy_seconds_bucket", "load", "1.0"): 3,
+        ("sglcache_copy_seconds_bucket", "load", "+Inf"): 4,
+        ("sglcache_copy_seconds_count", "load"): 4,
+        ("sglcache_copy_seconds_sum", "load"): 4.3,
+    }

@@ -148,6 +148,8 @@ def test_what_left_each_tier_is_what_came_and_is_not_there(daemon: Daemon) -> No
     counters, third = status["counters"], status["third"]
     left: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(read(daemon.info["http"] + "/metrics")):
+        if family.name == "sglcache_third_request_seconds":
+            asked = {each.labels["kind"]: each.value for each in family.samples if each.name.endswith("_count")}
         if family.name == "sglcache_removed_pages":
             for sample in family.samples:
                 left[sample.labels["tier"]] += sample.value
@@ -156,6 +158,8 @@ def test_what_left_each_tier_is_what_came_and_is_not_there(daemon: Daemon) -> No
     # What is loaded to the device, or fetched to the host, was nowhere there; nobody else was at it meanwhile.
     assert counters["committed_pages"] - left["device"] == device
     assert counters["backup_pages"] + counters["prefetched_pages"] - left["host"] == host
+    assert asked["store"] > 0
+    assert asked["fetch"] > 0
     assert third["stored_pages"] - left["third"] == third["num_pages"]
 
 
