@@ -26,6 +26,7 @@ from zmq.utils import z85
 
 END_SEQ = b"\xff" * 8
 MAX_BATCHES_S = 10_000  # no publisher makes more in a second; numbers that rise faster are another life's, not a loss
+SILENCE_S = 5.0  # without a word since the start, after which that is told; heartbeats come more often
 REPLAY_SILENCE_S = 10.0  # after which a replay that has not ended is given up
 FIELDS = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
@@ -130,7 +131,13 @@ class Stream:
         self.sub = self._socket(zmq.SUB, endpoint)
         self.sub.setsockopt(zmq.RCVHWM, 0)
         self.sub.subscribe(topic)
-        self.sub.connect(endpoint)
+        try:
+            self.sub.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"{endpoint!r} is no endpoint ({error.strerror}); write tcp://HOST:PORT") from error
+        self.endpoint = endpoint
+        self.heard = self.hinted = False  # anything at all; what else it may be
         self.replay_endpoint = replay_endpoint
         self.expected: int | None = None
         self.last_live: int | None = None
@@ -178,12 +185,27 @@ class Stream:
             yield seq, payload, False
 
     def _live(self, deadline: float | None) -> tuple[int, bytes] | None:
+        if not self.heard:
+            self._hear(deadline)
         while wait(self.sub, deadline):
             frames = self.sub.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == 8:
                 return int.from_bytes(frames[1], "big"), frames[2]
-            shout(f"NOT A BATCH: {len(frames)} frames of {[len(frame) for frame in frames]} bytes")
+            hint, self.hinted = "" if self.hinted else f"; {self._else()}", True
+            shout(f"NOT A BATCH: {len(frames)} frames of {[len(frame) for frame in frames]} bytes{hint}")
         return None
+
+    def _hear(self, deadline: float | None) -> None:
+        """Wait for the first message, and say once if none comes."""
+        silent_at = time.monotonic() + SILENCE_S
+        if not wait(self.sub, silent_at if deadline is None else min(deadline, silent_at)):
+            if deadline is not None and deadline <= silent_at:
+                return
+            shout(f"NOTHING has come from {self.endpoint} in {SILENCE_S:g} s, not even a heartbeat; {self._else()}")
+        self.heard = True
+
+    def _else(self) -> str:
+        return "is that the port of the events (5557 by default, not HTTP's, nor that of replays), and is it open?"
 
     def _replay(self, start: int, deadline: float | None, restart: bool = False) -> Iterator[Message]:
         if self.replay_endpoint is None:
@@ -311,7 +333,10 @@ def main() -> int:
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
 
     seen, count = Seen(), 0
-    stream = Stream(args.endpoint, args.replay_endpoint, args.topic, curve)
+    try:
+        stream = Stream(args.endpoint, args.replay_endpoint, args.topic, curve)
+    except ValueError as error:
+        parser.error(str(error))
     try:
         for message in stream.messages(args.check, deadline):
             count += read(args, message, seen) or 0

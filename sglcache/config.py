@@ -1308,6 +1308,7 @@ OTHER_WORDS = {
 }
 
 
+TOML = "a line is `key = value` below its [section], with text in quotes, or a # and words"
 TOO_DEEP = "values are nested too deep; write sections, and in them keys with plain values"
 
 
@@ -1326,7 +1327,8 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
         except OSError as exc:
             raise ConfigError(f"{path}: {exc.strerror or exc}; name a file that can be read") from exc
         except (ValueError, RecursionError) as exc:  # a number of 5,000 digits is no TOMLDecodeError
-            raise ConfigError(f"{path} is not TOML: {exc}") from exc
+            what = "write it as UTF-8 text" if isinstance(exc, UnicodeDecodeError) else TOML
+            raise ConfigError(f"{path} is not TOML: {exc}; {what}") from exc
         try:
             sources = {dotted: str(path) for dotted in _leaves(data)}
         except RecursionError:

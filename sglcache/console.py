@@ -104,7 +104,7 @@ def complain(error: SglcacheError, as_json: bool | None = None, *, rank: int | N
         click.echo(json.dumps({"error": told}, default=str), err=True)
         return
     where = "" if rank is None else f"rank {rank}: "
-    more = "" if error.remedy in error.message else f"; {error.remedy}"
+    more = "" if "; " in error.message else f"\n{error.remedy}" if "\n" in error.message else f"; {error.remedy}"
     click.echo(f"error[{error.code}]: {where}{error.message}{more}", err=True)
 
 

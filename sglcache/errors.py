@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 # Which extra of the package brings a module that is not there without it.
-EXTRAS = {"torch": "runner", "transformers": "transformers", "mooncake": "mooncake"}
+EXTRAS = {"torch": "runner", "transformers": "transformers", "tokenizers": "transformers", "mooncake": "mooncake"}
 
 
 def with_article(noun: str) -> str:
@@ -42,7 +42,7 @@ class SglcacheError(Exception):
     @property
     def remedy(self) -> str:
         """What to do: what the message says behind its first semicolon, or what helps with its kind in general."""
-        return self.message.partition("; ")[2] or self.in_general
+        return self.message.partition("\n")[0].partition("; ")[2] or self.in_general
 
     def __getattr__(self, name: str) -> Any:
         if name != "facts" and name in self.__dict__.get("facts", ()):

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket as sockets
+import stat
 import struct
 import threading
 import time
@@ -43,6 +45,7 @@ RECV_BYTES = 1 << 16
 SPIN_S = 50e-6
 MAX_RESTS = 1 << 10
 MAX_ANSWER = 1 << 30  # bytes: more than a dump of the largest index there is
+HTTP_ANSWER = int.from_bytes(b"HTTP", "big")  # what the length of a frame would be
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -326,19 +329,31 @@ class Connection:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it said why not without hearing us
                 sock.sendmsg([control.frame(hello)], rights)
             size = int.from_bytes(self._receive_first(HEADER), "big")
+            if size == HTTP_ANSWER:
+                raise ProtocolError(
+                    f"{self.path} answers HTTP: it is a supervisor's; name a rank's control socket, which is that path "
+                    "without .http"
+                )
             if size > control.MAX_FRAME:
-                raise ProtocolError(f"{self.path} is no sglcache socket: its first frame has {size} bytes")
+                raise ProtocolError(
+                    f"{self.path} is no sglcache socket: its first frame has {size} bytes; name a rank's control socket"
+                )
             first = _decode_first(self._receive_first(size))
         except TimeoutError:
             raise Unavailable(f"the daemon at {self.path} did not answer within {self._timeout_s:g} s") from None
         except OSError as exc:
             raise Unavailable(f"the daemon at {self.path} went away: {exc}") from exc
         except DECODE_ERRORS as exc:
-            raise ProtocolError(f"{self.path} is no sglcache socket: {exc}") from None
+            raise ProtocolError(f"{self.path} is no sglcache socket: {exc}; name a rank's control socket") from None
         if isinstance(first, control.Refusal):
             raise SglcacheError.from_code(first.code, first.message, first.facts)
         if first.protocol != control.PROTOCOL:
-            raise ProtocolError(f"the daemon speaks protocol {first.protocol}, this client {control.PROTOCOL}")
+            raise ProtocolError(
+                f"the daemon speaks protocol {first.protocol}, this client {control.PROTOCOL}; update the older one, "
+                "and start the daemon again if it was that",
+                daemon=first.protocol,
+                client=control.PROTOCOL,
+            )
         return first
 
     def _receive_first(self, size: int) -> bytes:
@@ -552,16 +567,35 @@ def _connect(path: Path, timeout_s: float) -> sockets.socket:
         sock.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, struct.pack("ll", 0, 0))
         _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid():  # it would see our tokens, and we would write into its memory
-            raise Forbidden(f"the daemon at {path} is of uid {uid}, and we are {os.geteuid()}", uid=uid)
+            raise Forbidden(
+                f"the daemon at {path} is of uid {uid}, and we are {os.geteuid()}; run as that user, for a daemon "
+                "serves its own alone",
+                uid=uid,
+            )
     except (OSError, Forbidden) as exc:
         sock.close()
         if isinstance(exc, Forbidden):
             raise
-        raise Unavailable(
-            f"no daemon at {path} ({exc.strerror or exc}); start one with `sglcache serve`, "
-            "or name its socket in SGLCACHE_SOCKET"
-        ) from None
+        raise Unavailable(f"no daemon at {path} ({exc.strerror or exc}); {_instead(path, exc)}") from None
     return sock
+
+
+def _instead(path: Path, error: OSError) -> str:
+    """What to do, where a connect to `path` failed."""
+    start = "start one with `sglcache serve`, or name its socket in SGLCACHE_SOCKET"
+    try:
+        info = os.stat(path)
+    except OSError as exc:
+        error, info = exc, None
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "that is another user's: run as the user of the daemon, or name your own daemon's in SGLCACHE_SOCKET"
+    if info is None:
+        return start
+    if not stat.S_ISSOCK(info.st_mode):
+        return "that is no socket: name a rank's control socket, such as rank-0.sock"
+    if error.errno == errno.ECONNREFUSED:
+        return "it is left of one that is dead, and the next replaces it: " + start
+    return start
 
 
 def _too_large(command: control.Frame, num_bytes: int) -> BadRequest:

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from sglcache.errors import ConfigError, ProtocolError, Unavailable
 
 MAX_ANSWER_BYTES = 256 << 20
+ELSE = "write the address of a daemon's HTTP, http://HOST:30080 by default, which `sglcache status` shows"
 WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 PortNumber = Annotated[int, Meta(ge=1, le=65535)]
 
@@ -120,6 +121,23 @@ def base_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+class _Response(http.client.HTTPResponse):
+    def begin(self) -> None:
+        # Of a stream's port there is no end to what would be read as the first line of an answer.
+        if (first := self.fp.peek(1)[:1]) not in (b"H", b""):
+            raise http.client.BadStatusLine(repr(first))
+        super().begin()
+
+
+class _Connection(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
 def ask_json(url: str, body: object = None, *, timeout_s: float = 5.0) -> tuple[int, Any]:
     """Status and answer of a GET, or of a POST of `body`. No proxy is asked, whatever the environment.
 
@@ -129,13 +147,16 @@ def ask_json(url: str, body: object = None, *, timeout_s: float = 5.0) -> tuple[
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
         try:
-            answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http)
+            answer = opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as refusal:
             answer = refusal
         with answer:
             return answer.status, decode_json(answer.read(MAX_ANSWER_BYTES))
     except (OSError, http.client.HTTPException, ProtocolError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
+        if isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, http.client.RemoteDisconnected):
+            reason = "what answers there speaks no HTTP: it may be the port of an event stream, or of replays"
         raise Unavailable(f"{method} {url}: {reason}", url=url) from exc
 
 
@@ -150,9 +171,12 @@ def decode_json(raw: bytes) -> Any:
 def discover(url: str, timeout_s: float = 5.0) -> Server:
     """Ask the server. Unavailable: it does not answer; ConfigError: it publishes nothing that could be followed."""
     url = base_url(url)
-    status, info = ask_json(f"{url}/server_info", timeout_s=timeout_s)
+    try:
+        status, info = ask_json(f"{url}/server_info", timeout_s=timeout_s)
+    except Unavailable as exc:
+        raise Unavailable(f"{exc.message}; {ELSE}", url=url) from exc
     if status != 200:
-        raise Unavailable(f"GET {url}/server_info: status {status}", url=url)
+        raise Unavailable(f"GET {url}/server_info: status {status}; {ELSE}", url=url)
     return server_of(url, info)
 
 

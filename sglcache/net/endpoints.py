@@ -236,7 +236,7 @@ def _refuse_to_take_over(endpoint: Ipc) -> None:
 
 
 _REMEDIES: dict[int, str] = {
-    errno.EADDRINUSE: "stop the process that has it, or choose another",
+    errno.EADDRINUSE: "stop the process that has it, which `sglcache doctor` names, or choose another",
     errno.EACCES: "choose one that this user may bind to",
     errno.EADDRNOTAVAIL: "this host has no such address; use one of its own, or * for all",
     errno.ENODEV: "this host has no such address; use one of its own, or * for all",

@@ -46,7 +46,11 @@ def tcp(host: str, port: int, section: str) -> socket.socket:
         if isinstance(exc, socket.gaierror) or exc.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
             key, value, remedy = f"{section}.host", host, "write an address or a name of this host"
         else:
-            key, value, remedy = f"{section}.port", str(port), f"choose another, or set {section}.port=0 for any"
+            key, value, remedy = (
+                f"{section}.port",
+                str(port),
+                f"choose another, or set {section}.port=0 for any; `sglcache doctor` says who has it",
+            )
         what = "is taken" if exc.errno == errno.EADDRINUSE else "can't be bound"
         why = f"; {remedy}" if exc.errno == errno.EADDRINUSE else f": {because(exc, remedy)}"
         raise ConfigError(f"{key} = {value}: {host}:{port} {what}{why}", path=key, value=value) from exc

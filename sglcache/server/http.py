@@ -132,4 +132,7 @@ async def _errors_as_json(
     try:
         return await handler(request)
     except web.HTTPException as exc:
-        return _json({"error": {"code": "http", "message": f"{exc.status} {exc.reason}"}}, status=exc.status)
+        message = f"{exc.status} {exc.reason}"
+        if exc.status == 404:
+            message += f"; {INDEX.partition(': ')[2].strip()}"
+        return _json({"error": {"code": "http", "message": message}}, status=exc.status)

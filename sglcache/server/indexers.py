@@ -106,7 +106,12 @@ class Indexers:
                 anew = not await self._known(session, url)
             else:
                 if problem != complaint:
-                    logger.warning("the indexer at %s does not know this host's ranks: %s; trying again", url, problem)
+                    logger.warning(
+                        "the indexer at %s does not know this host's ranks: %s; start it, or "
+                        "mend events.dynamo_indexers; this is tried again, and the daemon serves without it",
+                        url,
+                        problem,
+                    )
                 complaint = problem
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, WAIT_S[1])
@@ -116,7 +121,7 @@ class Indexers:
         try:
             names = {self.model_name, *(each["model_name"] for each in await self._mine(session, url))}
         except UNREADABLE as exc:
-            return f"GET /workers: {exc!r}"
+            return f"GET /workers: {str(exc) or repr(exc)}"
         for name in sorted(names):
             status, text = await self._ask(session, url, "unregister", model_name=name)
             if status not in (200, 404):

@@ -40,7 +40,8 @@ def examine(options: Options) -> Iterator[Finding]:
     try:
         server = discover(options.server, max(ANSWER_S, options.timeout_s))
     except Unavailable as exc:
-        yield failed("server", exc.message, "start it with `sglcache serve`, or say --server http://HOST:PORT")
+        what, _, _ = exc.message.partition("; ")
+        yield failed("server", what, "start it with `sglcache serve`, or say --server http://HOST:PORT of its HTTP")
         return
     except ConfigError as exc:
         remedy = "set events.enabled = true, and events.endpoint to tcp://HOST:PORT, for several ranks not to port 0"
