@@ -6,12 +6,14 @@ import http.client
 import json
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sglcache import paths
 from sglcache.errors import Unavailable
 
+T = TypeVar("T")
 ANSWER_S = 5.0  # a supervisor gives its ranks one
 
 
@@ -33,11 +35,20 @@ class _Connection(http.client.HTTPConnection):
 def ask(supervisor: Path, page: str = "/server_info") -> dict[str, Any]:
     """One of the supervisor's pages that are JSON, whatever its status. Unavailable: there is no supervisor,
     or one that does not answer."""
+    answer: dict[str, Any] = _get(supervisor, page, json.loads)
+    return answer
+
+
+def ask_metrics(supervisor: Path) -> str:
+    """GET /metrics. Unavailable as for `ask`."""
+    return _get(supervisor, "/metrics", bytes.decode)
+
+
+def _get(supervisor: Path, page: str, read: Callable[[bytes], T]) -> T:
     connection = _Connection(supervisor)
     try:
         connection.request("GET", page)
-        answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        return answer
+        return read(connection.getresponse().read())
     except (TimeoutError, BlockingIOError) as exc:  # its backlog may be full of others who wait
         who = f" (pid {connection.pid})" if connection.pid else ""
         raise Unavailable(

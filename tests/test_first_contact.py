@@ -66,7 +66,8 @@ CONFIGS = {
         "[storage]\nkind = 'file'\npath = '/tmp/kv'\n", ["storage.kind", 'write model_name = "..."'],
     ),
     "more than the machine has": (
-        "[pool]\nnum_tokens = 4_000_000_000\nhead_dim = 4096\n", ["RAM is", "write pool.num_tokens = ", "at most", "--ram SIZE"],
+        "[pool]\nnum_tokens = 4_000_000_000\nhead_dim = 4096\n",
+        ["RAM is", "write pool.num_tokens = ", "at most", "--ram SIZE"],
     ),
 }  # fmt: skip
 

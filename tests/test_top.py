@@ -87,6 +87,32 @@ def test_rates_are_those_between_the_looks() -> None:
     assert rank["copies"] == [{"name": "backup", "in_flight": 2, "oldest_s": 3.25, "failed": 0, "bytes_per_s": 2048.0}]
 
 
+PAGE = """# TYPE sglcache_command_seconds histogram
+sglcache_command_seconds_bucket{command="acquire",le="0.001",outcome="ok",rank="0"} %d
+sglcache_command_seconds_bucket{command="acquire",le="0.002",outcome="ok",rank="0"} %d
+sglcache_command_seconds_bucket{command="acquire",le="+Inf",outcome="ok",rank="0"} %d
+sglcache_command_seconds_bucket{command="acquire",le="+Inf",outcome="busy",rank="0"} 0.0
+sglcache_command_seconds_count{command="acquire",outcome="ok",rank="0"} 9.0
+"""
+
+
+def test_how_long_commands_took_is_of_those_between_the_looks() -> None:
+    then, now = (look._replace(commands=top.buckets_of(PAGE % counts)) for look, counts in (
+        (THEN, (50, 50, 50)), (NOW, (130, 150, 150)),
+    ))  # fmt: skip
+    told = frame(then, now)["ranks"][0]["commands"]
+    assert told == {"acquire": {"per_s": 50.0, "p50_s": pytest.approx(0.000625), "p99_s": pytest.approx(0.00195)}}
+    assert "acquire   50.0/s, p50 625 µs, p99 1,950 µs" in text(frame(then, now))
+    assert frame(then, now._replace(ranks=[row(epoch=2)]))["ranks"][0]["commands"] == {}
+    assert frame(None, now)["ranks"][0]["commands"] == {}
+
+
+def test_a_quantile_beyond_the_last_bound_is_that_bound_and_of_nothing_there_is_none() -> None:
+    assert top.quantile({0.1: 1.0, float("inf"): 10.0}, 0.99) == 0.1
+    assert top.quantile({0.1: 0.0, float("inf"): 0.0}, 0.5) is None
+    assert top.quantile({}, 0.5) is None
+
+
 def test_of_one_look_or_of_two_lives_there_are_no_rates() -> None:
     for told in (frame(None, NOW), frame(THEN, Look(12.0, [row(epoch=2)]))):
         [rank] = told["ranks"]

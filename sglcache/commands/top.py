@@ -7,7 +7,9 @@ alone, or another life of the rank in between.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import select
 import sys
 import termios
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from sglcache import paths, ranks
 from sglcache.cli import Target, observer_of, rank_option, socket_option, targets_of
 from sglcache.console import EXITS, Command, Number, emit, json_option
-from sglcache.errors import BadRequest, SglcacheError
+from sglcache.errors import BadRequest, SglcacheError, Unavailable
 from sglcache.server.watch import in_words
 
 if TYPE_CHECKING:
@@ -45,6 +48,41 @@ COLOURS = {"leased": "yellow", "fenced": "red", "locked": "blue", "cached": "gre
 MARKS = {"leased": "#", "fenced": "!", "locked": "=", "cached": "-"}  # where there are no colours
 SORTS = ("held", "leases", "waiting", "idle", "session")
 MAX_NOTES = 5
+MAX_COMMANDS = 4  # with their times
+
+
+BUCKET = "sglcache_command_seconds_bucket{"
+LABELS = re.compile(r'(\w+)="([^"]*)"')
+Buckets = dict[float, float]  # by its upper bound in seconds, how many took no longer
+
+
+def buckets_of(page: str) -> dict[tuple[int, str], Buckets]:
+    """What a page of metrics says of the commands' times, whatever came of them."""
+    found: dict[tuple[int, str], Buckets] = {}
+    for line in page.splitlines():
+        if line.startswith(BUCKET):
+            head, _, count = line.rpartition(" ")
+            labels = dict(LABELS.findall(head))
+            its = found.setdefault((int(labels["rank"]), labels["command"]), {})
+            bound = float(labels["le"])
+            its[bound] = its.get(bound, 0.0) + float(count)
+    return found
+
+
+def quantile(buckets: Buckets, share: float) -> float | None:
+    """Seconds that this share of them took at most, as Prometheus reckons: evenly within a bucket; None of none."""
+    bounds = sorted(buckets)
+    total = buckets[bounds[-1]] if bounds else 0.0
+    if not total:
+        return None
+    low = below = 0.0
+    for bound in bounds:
+        if buckets[bound] >= share * total:
+            if math.isinf(bound):
+                return low
+            return low + (bound - low) * (share * total - below) / (buckets[bound] - below)
+        low, below = bound, buckets[bound]
+    return low
 
 
 class Look(NamedTuple):
@@ -53,22 +91,26 @@ class Look(NamedTuple):
     at: float  # seconds, of a clock that runs on
     ranks: Sequence[Facts] = ()  # the supervisor's row of each, and over it the rank's status, where it gives one
     why: str | None = None  # there is no daemon to be seen
+    commands: Mapping[tuple[int, str], Buckets] = {}  # by rank and command, how long they took
 
 
 def frame(before: Look | None, now: Look) -> Facts:
     """What two looks come to."""
     seconds = now.at - before.at if before is not None else None
     earlier = {row["rank"]: row for row in before.ranks} if before is not None else {}
-    ranks = [_rank(earlier.get(row["rank"]), row, seconds) for row in now.ranks]
+    told = [_rank(earlier.get(row["rank"]), row, seconds) for row in now.ranks]
+    for rank, row in zip(told, now.ranks, strict=True):
+        same = before is not None and earlier.get(row["rank"], {}).get("epoch") == row.get("epoch")
+        rank["commands"] = _commands(before, now, row["rank"]) if before is not None and same else {}
     state = "away" if now.why is not None else "ok"
-    if state == "ok" and any(rank["state"] != "ok" or rank["troubles"] for rank in ranks):
+    if state == "ok" and any(rank["state"] != "ok" or rank["troubles"] for rank in told):
         state = "degraded"
     return {
         "state": state,
         "why": now.why,
         "seconds": None if seconds is None else round(seconds, 3),
         "news": _news(before, now),
-        "ranks": ranks,
+        "ranks": told,
     }
 
 
@@ -145,6 +187,18 @@ def _rank(before: Facts | None, row: Facts, seconds: float | None) -> Facts:
         "sessions": [_session(session) for session in row["sessions"]],
         "tenants": row["tenants"],
     }
+
+
+def _commands(before: Look, now: Look, rank: int) -> Facts:
+    """How many a second, and how long they took, between the looks."""
+    told = {}
+    for (whose, command), buckets in now.commands.items():
+        was = before.commands.get((whose, command), {})
+        between = {bound: count - was.get(bound, 0.0) for bound, count in buckets.items()}
+        if whose == rank and (count := between.get(math.inf, 0.0)) > 0:
+            p50, p99 = (quantile(between, share) for share in (0.5, 0.99))
+            told[command] = {"per_s": round(count / (now.at - before.at), 3), "p50_s": p50, "p99_s": p99}
+    return told
 
 
 def _session(row: Facts) -> Facts:
@@ -282,6 +336,9 @@ def _one(rank: Facts, view: View, width: int) -> Iterator[RenderableType]:
         f"requests {_number(rank['requests_per_s'])}/s, {_number(rank['refused_per_s'])}/s refused; "
         f"{_number(rank['tokens_per_s'])} tokens/s"
     )
+    for command, its in sorted(rank["commands"].items(), key=lambda item: -item[1]["per_s"])[:MAX_COMMANDS]:
+        times = ", ".join(f"{name} {_micros(its[f'{name}_s'])}" for name in ("p50", "p99"))
+        yield Text(f"{command:<9} {_number(its['per_s'])}/s, {times}")
     for tier, reasons in rank["removed_per_s"].items():
         busy = [f"{_number(count)}/s {reason}" for reason, count in reasons.items() if count]
         quiet = "nothing" if any(count is not None for count in reasons.values()) else "-"
@@ -371,6 +428,10 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:,.1f}"
 
 
+def _micros(seconds: float) -> str:
+    return f"{seconds * 1e6:,.0f} µs" if seconds < 0.01 else f"{seconds * 1e3:,.0f} ms"
+
+
 def _bytes(count: float | None) -> str:
     if count is None:
         return "-"
@@ -401,11 +462,18 @@ class Looking:
         """BadRequest: there is no such rank. What else goes wrong is what is seen."""
         try:
             targets = targets_of(self._socket, self._rank)
-            return Look(time.monotonic(), [self._row(target) for target in targets])
+            return Look(time.monotonic(), [self._row(target) for target in targets], commands=self._times())
         except BadRequest:
             raise
         except SglcacheError as exc:
             return Look(time.monotonic(), why=exc.message.partition("; ")[0])
+
+    def _times(self) -> dict[tuple[int, str], Buckets]:
+        found: dict[tuple[int, str], Buckets] = {}
+        for path in paths.supervisors(self._socket):
+            with contextlib.suppress(Unavailable):
+                found |= buckets_of(ranks.ask_metrics(path))
+        return found
 
     def _row(self, target: Target) -> Facts:
         row = {"rank": target.offset or 0, "dp_rank": 0, "pp_rank": 0, "pid": None, "restarts": 0, **target.row}
