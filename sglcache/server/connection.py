@@ -11,6 +11,7 @@ and has done nothing (law 11).
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -37,6 +38,8 @@ Handlers = dict[type, Handler[C]]
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _decode = msgspec.msgpack.Decoder(control.Command).decode
 _encode = control.encode
+_size = struct.Struct(">I").unpack_from
+_clock = time.perf_counter
 
 
 class Connection(asyncio.Protocol):
@@ -45,6 +48,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, owner: Owner, limits: LimitsConfig) -> None:
         self.owner = owner
         self.limits = limits
+        self._max_pipelined = limits.max_pipelined
         self.num_unanswered = 0  # commands that have no answer yet
         self.num_answered = 0
         self.handlers: Handlers[Any] = {}
@@ -67,7 +71,7 @@ class Connection(asyncio.Protocol):
         self._times = owner.times.of
         self._arrived = 0.0  # when what is served was read; while it is served `_turn` is the same
         self._turn = 0.0
-        self._asked: dict[int | None, Asked] = {}  # by request, commands that have no answer yet
+        self._asked: dict[int, Asked] = {}  # by request, commands that have no answer yet
         self._answered: list[Asked] = []  # since the last answers were written
 
     # -- out ----------------------------------------------------------------------------------------------
@@ -80,15 +84,29 @@ class Connection(asyncio.Protocol):
             if type(answer) is control.Failure:
                 asked = asked[0].refused, asked[1]
             self._answered.append(asked)
-        if self._full and self.num_unanswered < self.limits.max_pipelined:
-            self._full = False
-            self.owner.loop.call_soon(self._resume)
+        if self._full:
+            self._make_room()
         payload = _encode(answer)
-        if self._out:
-            self._out += len(payload).to_bytes(HEADER, "big") + payload
+        out = self._out
+        if out:
+            self._out = out + len(payload).to_bytes(HEADER, "big") + payload
         else:
             self._out = len(payload).to_bytes(HEADER, "big") + payload
             self.owner.dirty.append(self)
+
+    def no_reply(self, command: control.Frame, *, refused: bool = False) -> None:
+        """In place of `reply`: it was served, or refused, and has no answer."""
+        self.num_unanswered -= 1
+        if type(command) is control.Release:
+            times = self._times[control.Release]
+            (times.refused if refused else times).work.observe(_clock() - self._turn)
+        if self._full:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        if self.num_unanswered < self._max_pipelined:
+            self._full = False
+            self.owner.loop.call_soon(self._resume)
 
     def fail(self, request: int, error: SglcacheError) -> None:
         self.reply(control.Failure(request, error.code, error.message, error.facts))
@@ -106,7 +124,7 @@ class Connection(asyncio.Protocol):
         if transport is not None:
             transport.write(out)
             self._written += len(out)
-            now, turn = time.perf_counter(), self._turn
+            now, turn = _clock(), self._turn
             for times, arrived in self._answered:
                 (times.work if arrived == turn else times.wait).observe(now - arrived)
             self._answered = []
@@ -144,24 +162,33 @@ class Connection(asyncio.Protocol):
             return
         rest = self._rest
         if not self._backlog:  # what is left of an earlier read came with that; no more is read meanwhile
-            self._arrived = time.perf_counter()
-        if rest is None:
-            self._serve(data)
-        else:
+            self._arrived = _clock()
+        if rest is not None:
             rest += data
             if not self._backlog:
                 self._serve(rest)
+        elif self._reading and len(data) > HEADER and _size(data)[0] == len(data) - HEADER:
+            # One whole frame, and nothing waits: what comes mostly, by a way as short as can be.
+            owner = self.owner
+            self.heard_at = owner.begin_turn()
+            self._turn = self._arrived
+            self._take(data[HEADER:])
+            owner.end_turn()
+            self._turn = 0.0
+            if self._full or not self._reading:
+                self._flow()
+        else:
+            self._serve(data)
 
     def _serve(self, data: bytes | bytearray) -> None:
         """Serve the whole frames of `data`, at most a turn's worth, and keep the rest."""
         at, size, left = 0, len(data), MAX_TURN
         self.heard_at = self.owner.begin_turn()
-        clock = time.perf_counter
-        end = clock() + TURN_S
-        arrived = self._turn = self._arrived
+        self._turn = self._arrived
+        end = _clock() + TURN_S
         while size - at >= HEADER:
             start = at + HEADER
-            stop = start + int.from_bytes(data[at:start], "big")
+            stop = start + _size(data, at)[0]
             if stop > size:
                 if (num_bytes := stop - start) > MAX_FRAME:
                     self._protocol(f"a frame of {num_bytes} bytes; at most {MAX_FRAME} are taken", num_bytes=num_bytes)
@@ -169,33 +196,13 @@ class Connection(asyncio.Protocol):
             if self._full or self._blocked:
                 self._backlog = True  # `reply` or `resume_writing` comes back to it
                 break
-            if left == 0 or (left != MAX_TURN and clock() > end):
+            if left == 0 or (left != MAX_TURN and _clock() > end):
                 self._backlog = True
                 self.owner.loop.call_soon(self._resume)
                 break
             left -= 1
-            try:
-                command = _decode(data[start:stop])
-            except DECODE_ERRORS as exc:
-                self._protocol(f"a frame that is no command: {exc}")
-                break
             at = stop
-            self.num_unanswered += 1
-            if self.num_unanswered >= self.limits.max_pipelined:
-                self._full = True
-            kind = type(command)
-            self._asked[command.request] = self._times[kind], arrived
-            handler = self.handlers.get(kind)
-            try:
-                if handler is None:
-                    raise self.forbidden(command)
-                handler(self, command)
-            except SglcacheError as error:
-                request = getattr(command, "request", None)
-                if request is None:  # it has no answer to put it in
-                    self.throw_out(error)
-                    break
-                self.fail(request, error)
+            self._take(data[start:stop])
             if self._closing:
                 break
         if self._closing or at == size:
@@ -208,6 +215,32 @@ class Connection(asyncio.Protocol):
         self._turn = 0.0
         if self._backlog or self._full or not self._reading:
             self._flow()
+
+    def _take(self, payload: bytes | bytearray) -> None:
+        """Do what a frame says, or say why not."""
+        try:
+            command = _decode(payload)
+        except DECODE_ERRORS as exc:
+            self._protocol(f"a frame that is no command: {exc}")
+            return
+        self.num_unanswered = unanswered = self.num_unanswered + 1
+        if unanswered >= self._max_pipelined:
+            self._full = True
+        kind, request = type(command), command.request
+        if request:
+            self._asked[request] = self._times[kind], self._turn
+        handler = self.handlers.get(kind)
+        try:
+            if handler is None:
+                raise self.forbidden(command)
+            handler(self, command)
+        except SglcacheError as error:
+            if request is None:  # it has no answer to put it in
+                self.throw_out(error)
+            elif not request and kind is control.Release:
+                self.no_reply(command, refused=True)
+            else:
+                self.fail(request, error)
 
     def _protocol(self, message: str, **facts: Any) -> None:
         self.throw_out(ProtocolError(message, **facts))

@@ -2,8 +2,8 @@
 
 What is answered in the turn that serves it was work alone, its own and of what stood before it in that turn. What is
 answered later has waited for something: an event, a copy, room, the third tier, a slice of long work. The two are apart
-(`WORK`, `WAIT`), since the first is the rank's own speed and the second what it was asked to wait for. A `Recorded` has
-no answer, and is in neither.
+(`WORK`, `WAIT`), since the first is the rank's own speed and the second what it was asked to wait for. A release that
+asks for no answer was work until it was served. A `Recorded` is in neither.
 """
 
 from __future__ import annotations

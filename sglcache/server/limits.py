@@ -15,13 +15,18 @@ class Limits:
 
     def __init__(self, config: LimitsConfig) -> None:
         self.config = config
+        self._usual: Patience | None = None  # the last that was made for who does not say
         self._expensive: Counter[tuple[object, str]] = Counter()  # by who asked, and what
 
     def patience(self, wait_s: float | None, now: float) -> Patience:
         """How long a command waits that says `wait_s`, and came `now`."""
-        config = self.config
         if wait_s is None:
-            wait_s = config.acquire_wait_s
+            usual = self._usual
+            if usual is not None and usual.since == now:  # many come at a time, by the loop's clock
+                return usual
+            self._usual = usual = self.patience(self.config.acquire_wait_s, now)
+            return usual
+        config = self.config
         room = now + min(wait_s, config.max_wait_s) if wait_s > 0 else None
         return Patience(now, room, now + config.copy_wait_s)
 

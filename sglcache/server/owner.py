@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from sglcache.core.effects import Copy, Journal, Publish, Wake
+from sglcache.core.effects import Copy, Effect, Journal, Publish, Wake
 from sglcache.core.index import Index
 from sglcache.core.journal import Entry
 from sglcache.errors import BadRequest, TransferError
@@ -88,7 +87,8 @@ class Owner:
         self.announce_every_s = announce_every_s
         self.clock = clock
         self._lost = lost
-        self._failed = threading.Event()
+        self.failed = False
+        """Nothing is let out any more, to nobody. Any thread may set it: see `fail`."""
         self.wake: Callable[[Wake], None] = _nobody  # the sessions' part takes it over
         self.times = CommandTimes()
         self.dirty: list[Outbox] = []  # connections with answers of this turn
@@ -131,14 +131,9 @@ class Owner:
             if handle is not None:
                 handle.cancel()
 
-    @property
-    def failed(self) -> bool:
-        """Nothing is let out any more, to nobody."""
-        return self._failed.is_set()
-
     def fail(self) -> None:
         """What the pages hold is not known any more: let nothing out from this moment on (law 12). From any thread."""
-        self._failed.set()
+        self.failed = True
 
     def close(self) -> None:
         """Put the last of what happened on the stream, and stop every timer. Idempotent."""
@@ -164,33 +159,47 @@ class Owner:
         if self.failed or self._closed:
             return
         index = self.index
-        self._dispatch()
-        if index.busy and not self._working:
-            self._working = True
-            self.loop.call_soon(self._step)
-        if index.held:
-            if not self._resuming:
-                self._resuming = True
-                self.loop.call_soon(self._resume)
-            return
-        if self.dirty:
-            dirty, self.dirty = self.dirty, []
-            for outbox in dirty:
-                outbox.flush()
-        if self._backups:
-            backups, self._backups = self._backups, []
-            for copy in backups:
-                self.submit(copy)
-        if self._cutting is None and index.uncut and not self._closed:
-            self._cutting = self.loop.call_later(self.max_delay_s, self._cut)
-        self.num_turns += 1
-        if not self.num_turns & COLLECT_MASK:
+        if index.still:
+            if self.dirty:
+                self._write()
+        else:
+            if effects := index.drain(self.clock()):
+                self._carry_out(effects)
+            if index.busy and not self._working:
+                self._working = True
+                self.loop.call_soon(self._step)
+            if index.held:
+                if not self._resuming:
+                    self._resuming = True
+                    self.loop.call_soon(self._resume)
+                return
+            if self.dirty:
+                self._write()
+            if self._backups:
+                backups, self._backups = self._backups, []
+                for copy in backups:
+                    self.submit(copy)
+            if self._cutting is None and index.uncut and not self._closed:
+                self._cutting = self.loop.call_later(self.max_delay_s, self._cut)
+        self.num_turns = turns = self.num_turns + 1
+        if not turns & COLLECT_MASK:
             self.collector.tick()
 
-    def _dispatch(self) -> None:
-        if self.failed:
+    def _write(self) -> None:
+        dirty = self.dirty
+        if len(dirty) == 1:
+            dirty.pop().flush()
             return
-        for effect in self.index.drain(self.clock()):
+        self.dirty = []
+        for outbox in dirty:
+            outbox.flush()
+
+    def _dispatch(self) -> None:
+        if not self.failed:
+            self._carry_out(self.index.drain(self.clock()))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
             if isinstance(effect, Wake):
                 self.wake(effect)
             elif isinstance(effect, Publish):

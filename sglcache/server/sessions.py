@@ -184,16 +184,17 @@ class Member(Connection):
         namespace = ROOT
         if not (c.lora is None and c.extra_key is None and c.cache_salt is None):
             namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
-        third, now = self.owner.third, self.owner.loop.time()
+        third, now = self.owner.third, self.heard_at
         fetch = None
         if c.prefetch is not None:
             _check_policy(c.prefetch)
         if third is not None:
             fetch = third.until(c.prefetch, c.prefetch_timeout_s, len(c.tokens) >> 2, now)
             fetch = self.sessions.limits.until(fetch, now)
+        request = c.request
         grant = self.index.acquire(
             self.id,
-            c.request,
+            request,
             c.tokens,
             namespace,
             limit=c.limit,
@@ -208,7 +209,12 @@ class Member(Connection):
             tenant=c.tenant,
         )
         if grant is not None:
-            self.granted(c.request, grant)
+            if grant.load is None:
+                lease, matched_tokens, host_tokens, slots, _, shares, reaches = grant
+                told = _told(shares) if shares else ()
+                self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, None, told, reaches))
+            else:
+                self.granted(request, grant)
         elif third is not None:
             self.owner.third_asked()
         else:
@@ -232,7 +238,7 @@ class Member(Connection):
         self.owner.third_asked()
 
     def extend(self, c: control.Extend) -> None:
-        patience = self.sessions.limits.patience(c.wait_s, self.owner.loop.time())
+        patience = self.sessions.limits.patience(c.wait_s, self.heard_at)
         extended = self.index.extend(self.id, c.request, c.items, patience)
         if extended is not None:
             self.extended(c.request, extended)
@@ -268,19 +274,29 @@ class Member(Connection):
     def commit(self, c: control.Commit) -> None:
         done = self.event_done(c.event, c.generation)
         lease: Any = c.lease
-        self.index.commit(self.id, c.request, lease, c.ticket, seen=c.seen, tokens=c.tokens, ends=c.ends, floor=c.floor)
-        if done:
-            self.event_over(c.ticket)
-        else:
+        shard = self.shard if done else None
+        self.index.commit(
+            self.id,
+            c.request,
+            lease,
+            c.ticket,
+            seen=c.seen,
+            tokens=c.tokens,
+            ends=c.ends,
+            floor=c.floor,
+            done=shard,
+        )
+        if not done:
             self.await_event(c.event, c.generation, c.ticket)
 
     def release(self, c: control.Release) -> None:
         done = self.event_done(c.event, c.generation)
         lease: Any = c.lease
-        self.index.release(self.id, c.request, lease, c.ticket, seen=c.seen, discard=c.discard)
-        if done:
-            self.event_over(c.ticket)
-        else:
+        shard, request = self.shard if done else None, c.request or None
+        self.index.release(self.id, request, lease, c.ticket, seen=c.seen, discard=c.discard, done=shard)
+        if request is None:
+            self.no_reply(c)
+        if not done:
             self.await_event(c.event, c.generation, c.ticket)
 
     def cancel(self, c: control.Cancel) -> None:
@@ -291,7 +307,7 @@ class Member(Connection):
         self.reply(control.Done(c.request, {"cancelled": self.index.withdraw(self.id, c.target)}))
 
     def recorded(self, c: control.Recorded) -> None:
-        self.num_unanswered -= 1  # it has none
+        self.no_reply(c)
         if self.event_done(c.event, c.generation):
             self.event_over(c.ticket)
         else:

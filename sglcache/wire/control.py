@@ -2,7 +2,8 @@
 
 A connection starts with `Hello` and its answer, `Welcome` or `Refusal`, each with file descriptors beside
 it (SCM_RIGHTS). From then on the client sends commands, pipelined as it likes, and each command that has a
-`request` number gets exactly one `Reply` or `Failure` with that number; answers may overtake each other.
+`request` number gets exactly one `Reply` or `Failure` with that number; answers may overtake each other. A `Release`
+of request 0 has none.
 Token ids are raw uint32 little-endian, slots raw int32 little-endian. Nothing here is ever unpickled.
 """
 
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 7  # raised when an old peer would misread a new one
+PROTOCOL = 8  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 MAX_FDS = 253  # beside one byte: the kernel's SCM_MAX_FD
@@ -224,7 +225,10 @@ class Commit(Frame):
 
 
 class Release(Frame):
-    """End the lease when `ticket` is done. With `discard` its commits that have not taken effect are dropped."""
+    """End the lease when `ticket` is done. With `discard` its commits that have not taken effect are dropped.
+
+    Of request 0 there is no answer, whatever comes of it: what its sender does next comes after it all the same.
+    """
 
     request: U63
     lease: U63
@@ -483,7 +487,8 @@ class Failure(Frame):
 Answer = Granted | Extended | CommitDone | Done | Failure
 
 # msgspec encoders hold no state between calls.
-encode = msgspec.msgpack.Encoder().encode
+_encoder = msgspec.msgpack.Encoder()
+encode, encode_into = _encoder.encode, _encoder.encode_into
 
 
 def frame(message: Frame) -> bytes:

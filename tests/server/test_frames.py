@@ -280,6 +280,23 @@ def test_a_client_that_does_not_read_is_not_read_from(daemon: Daemon) -> None:
         client.ping()
 
 
+def test_a_release_of_request_0_has_no_answer_whatever_comes_of_it(client: Client) -> None:
+    connection = client._connection
+    with client.acquire(TOKENS) as lease:
+        lease.commit()
+    lease = client.acquire(TOKENS)
+    with connection.lock:
+        for release in (lease.id, lease.id, 1 << 40):  # the second is of a lease that is gone, the third of none
+            client._ticket += 1
+            connection.send(control.Release(0, release, client._ticket, 0))
+        connection.send(control.Ping(request := connection.number()))
+        assert connection._read() == control.Done(request)
+    lease.ended = True
+    (mine,) = [each for each in client.status()["sessions"] if each["members"][0]["name"] == client._hello.client]
+    assert mine["leases"] == 0
+    assert mine["members"][0]["unanswered"] == 1  # the status itself
+
+
 def test_a_daemon_that_went_away_is_unavailable(folder: Any) -> None:
     daemon = Daemon(folder)
     client = daemon.client()
