@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 NUM_EVENTS = 4096  # of a member's ring: as many of its commits and releases may be held back at a time
 
+MAX_SPIN_US = 1e6
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.25  # between two tries to find the daemon's next life
 
 T = TypeVar("T")
@@ -160,8 +161,10 @@ class Member:
         dp_size: int | None,
         hello: control.Hello,
         ring: EventRing | None,
+        spin_us: float | None = None,
     ) -> None:
         self._ring = ring
+        self._spin_us = spin_us
         self._hello = hello
         self._attaching = threading.Lock()
         self._loads: LoadRingReader | None = None
@@ -208,7 +211,8 @@ class Member:
 
     def _connect(self, path: Path, hello: control.Hello) -> Connection:
         ring = self._ring
-        return Connection(path, hello, [ring.fd, ring.doorbell] if ring is not None else [])
+        fds = [ring.fd, ring.doorbell] if ring is not None else []
+        return Connection(path, hello, fds, spin_us=self._spin_us)
 
     def _load_ring(self, connection: Connection) -> LoadRingReader | None:
         """The daemon's load ring, of whose descriptors it takes hold. ConfigError: they are missing."""
@@ -431,6 +435,7 @@ class Client(Member):
         *,
         dp_size: int | None = None,
         ring: EventRing | None = None,
+        spin_us: float | None = None,
     ) -> None:
         """Attach to the daemon at `socket`, by default where `sglcache serve` of this user puts it.
 
@@ -438,15 +443,20 @@ class Client(Member):
         stage (pp_rank) the daemon's `dp_size` is needed for that, unless it is 1. `name` is for people. `ring` brings
         a runner's own events. Unavailable: there is no daemon. BadRequest: it is another rank than `rank`, or one of
         another dp_size.
+
+        `spin_us`: how many microseconds to look for an answer, holding a processor, before sleeping for it: to be woken
+        takes longer than most answers do. 0: never. None: 50 where this process may use four processors or more, else
+        never. Where looking does not pay it is soon left off, and tried again later.
         """
         name = _name(name)
+        spin_us = None if spin_us is None else _spin(spin_us)
         if role == "runner":
             ring = ring or EventRing(NUM_EVENTS)
         elif role == "worker":
             raise BadRequest("a worker joins a scheduler's session: use Worker(token, shard)")
         num_events = ring.num_events if ring is not None else 0
         hello = control.Hello(control.PROTOCOL, name, role, num_events=num_events)
-        super().__init__(socket, rank, dp_size, hello, ring)
+        super().__init__(socket, rank, dp_size, hello, ring, spin_us)
         self.token = self._welcome.session
         """What a scheduler's workers attach with."""
         self.has_workers = role == "scheduler"
@@ -489,14 +499,27 @@ class Client(Member):
         NoSpace: leases and pins leave too few pages, and did for `wait_s`. Busy: too many wait. Changed: not `exact` so
         many match. Nothing was changed then.
         """
-        return self.acquire_begin(tokens, **options).wait()
+        packed = pack(tokens)
+        checked = self._acquire_options(options) if options else _NO_OPTIONS
+        connection = self._connection
+        with connection.lock:
+            request = connection.number()
+            try:
+                answer = connection.ask(control.Acquire(request, packed, **checked))
+            except SglcacheError:
+                raise
+            except BaseException:  # of an interrupted wait the lease is not lost: `poll` has it
+                connection.expect(Pending(connection, request, partial(Lease, self, connection, packed)))
+                raise
+            try:
+                return Lease(self, connection, packed, answer)  # type: ignore[arg-type]
+            except UNFIT as exc:
+                raise connection.unfit(answer) from exc
 
     def acquire_begin(self, tokens: Tokens, **options: Unpack[AcquireOptions]) -> Pending[Lease]:
         """As `acquire`, without waiting. Several are served in their order, and may be answered in another."""
         packed = pack(tokens)
-        checked = checked_acquire(options)
-        if "states" in checked:
-            checked["spare"] = self._spare(checked.pop("states"))
+        checked = self._acquire_options(options)
         connection = self._connection
         with connection.lock:
             request = connection.number()
@@ -747,16 +770,14 @@ class Client(Member):
     def send_release(self, lease: Lease, event: Event | None, *, discard: bool) -> Pending[None]:
         connection = lease.connection
         with connection.lock:
-            command = self._release(connection, lease, event, discard)
+            command = self._release(connection, connection.number(), lease, event, discard)
             return connection.begin(command, Pending(connection, command.request, _nothing, ticket=command.ticket))
 
     def send_release_unheard(self, lease: Lease, event: Event | None, *, discard: bool) -> None:
-        """Nobody asks what came of it."""
-        connection = lease.connection
+        """Nobody asks what came of it, and there is no answer."""
+        connection = lease.session
         with connection.lock:
-            command = self._release(connection, lease, event, discard)
-            connection.send(command)
-            connection.ignore(command.request)
+            connection.send(self._release(connection, 0, lease, event, discard))
 
     def send_cancel(self, lease: Lease) -> Pending[None]:
         connection = lease.connection
@@ -801,14 +822,26 @@ class Client(Member):
         lease.hear(answer)
         self._unread[answer.reply] = (pending, lease)
 
-    def _release(self, connection: Connection, lease: Lease, event: Event | None, discard: bool) -> control.Release:
+    def _acquire_options(self, options: AcquireOptions) -> dict[str, Any]:
+        """As an acquire's frame carries them."""
+        checked = checked_acquire(options)
+        if "states" in checked:
+            checked["spare"] = self._spare(checked.pop("states"))
+        return checked
+
+    def _release(
+        self, connection: Connection, request: int, lease: Lease, event: Event | None, discard: bool
+    ) -> control.Release:
         _check_event(event)
         connection.check()
-        number, generation, seen = self._moment(event)
-        request = connection.number()
-        self._ticket += 1
+        if event is None:
+            number, generation = self._record()
+            seen = self._read() if self._unread else self._heard
+        else:
+            number, generation, seen = self._moment(event)
+        self._ticket = ticket = self._ticket + 1
         lease.ended = True
-        return control.Release(request, lease.id, self._ticket, seen, discard, number, generation)
+        return control.Release(request, lease.id, ticket, seen, discard, number, generation)
 
     def _spare(self, states: int) -> tuple[int, ...]:
         """So many states as a command carries them: by companion. BadRequest: the daemon keeps none."""
@@ -1050,6 +1083,7 @@ _CHOICES = {"prefetch": control.PREFETCH_POLICIES, "policy": control.PREFETCH_PO
 _NEEDED = frozenset(("reserve", "priority", "owner", "states"))  # None is no value of these
 _NAMESPACE = tuple(NamespaceOptions.__annotations__)
 _ACQUIRE = tuple(AcquireOptions.__annotations__)  # the namespace's first
+_NO_OPTIONS: dict[str, Any] = {}
 _NO_ROOM: dict[str, Any] = {"reserve": 0, "upto": None}
 
 
@@ -1146,6 +1180,12 @@ def _seconds(name: str, value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= control.MAX_TTL_S:
         raise BadRequest(f"{name}={_shown(value)}: seconds, 0 to {control.MAX_TTL_S:g}", argument=name)
     return float(value)
+
+
+def _spin(spin_us: object) -> float:
+    if isinstance(spin_us, bool) or not isinstance(spin_us, int | float) or not 0 <= spin_us <= MAX_SPIN_US:
+        raise BadRequest(f"spin_us={_shown(spin_us)}: microseconds, 0 to {MAX_SPIN_US:g}", argument="spin_us")
+    return float(spin_us)
 
 
 def _check_event(event: Event | None) -> None:

@@ -42,8 +42,10 @@ from sglcache.wire.control import HEADER, MAX_FDS
 HELLO_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 2.0  # for a daemon that closed a connection to say that it is still the same
 RECV_BYTES = 1 << 16
-SPIN_S = 50e-6
+SPIN_US = 50.0
+SPIN_CPUS = 4  # that a process must be allowed before its clients spin unasked
 MAX_RESTS = 1 << 10
+DONTWAIT = int(sockets.MSG_DONTWAIT)
 MAX_ANSWER = 1 << 30  # bytes: more than a dump of the largest index there is
 HTTP_ANSWER = int.from_bytes(b"HTTP", "big")  # what the length of a frame would be
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -77,7 +79,9 @@ UNFIT = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 Answer: TypeAlias = control.Granted | control.Extended | control.CommitDone | control.Done
 T = TypeVar("T")
 
-_encode = control.encode
+_encode_into = control.encode_into
+_size = struct.Struct(">I")
+_put_size, _size_of = _size.pack_into, _size.unpack_from
 _decode = msgspec.msgpack.Decoder(control.Answer).decode
 _decode_first = msgspec.msgpack.Decoder(control.Welcome | control.Refusal).decode
 
@@ -172,8 +176,14 @@ class Connection:
     """
 
     def __init__(
-        self, path: Path, hello: control.Hello, fds: Sequence[int], timeout_s: float = HELLO_TIMEOUT_S
+        self,
+        path: Path,
+        hello: control.Hello,
+        fds: Sequence[int],
+        timeout_s: float = HELLO_TIMEOUT_S,
+        spin_us: float | None = None,
     ) -> None:
+        """`spin_us`: how long to look for an answer before going to sleep for it; None: as the processors allow."""
         self.path = path
         self.lock = threading.Lock()
         self.fds: list[int] = []
@@ -182,8 +192,12 @@ class Connection:
         self._news: dict[int, Pending[Any]] = {}  # answered, and neither waited for nor told by `news`
         self._answers: dict[int, Answer | control.Failure] = {}  # to requests that nobody has a Pending of
         self._ignored: set[int] = set()
+        if spin_us is None:
+            spin_us = SPIN_US if len(os.sched_getaffinity(0)) >= SPIN_CPUS else 0.0
+        self._spin_s = spin_us * 1e-6
         self._failed_spins = 0  # in a row
         self._rests = 0  # so many receptions sleep at once
+        self._out = bytearray()  # the frame that is being sent
         self._rest = b""
         self._request = 0
         self._closed: str | None = None
@@ -197,6 +211,11 @@ class Connection:
             self._sock.close()
             _close_all(self.fds)
             raise
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        # To sleep in recv() is to be woken, too, by each command of ours that the daemon reads, as a socket's one queue
+        # is for those who wait for room as well: on one processor that costs two switches, in the midst of its work.
+        self._poll = readable.poll
         self._recv, self._send_some = self._sock.recv, self._sock.send
 
     # -- requests ---------------------------------------------------------------------------------------
@@ -208,14 +227,39 @@ class Connection:
 
     def send(self, command: control.Frame) -> None:
         """Send without waiting for an answer. With the lock held. BadRequest: it is larger than a frame may be."""
-        payload = _encode(command)
-        if len(payload) > control.MAX_FRAME:
-            raise _too_large(command, len(payload))
-        self._write(len(payload).to_bytes(HEADER, "big") + payload)
+        out = self._out
+        _encode_into(command, out, HEADER)
+        size = len(out)
+        if size > HEADER + control.MAX_FRAME:
+            self._out = bytearray()
+            raise _too_large(command, size - HEADER)
+        _put_size(out, 0, size - HEADER)
+        if self._closed is not None or self._error is not None:
+            self._check()
+        try:
+            sent = self._send_some(out, DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError as exc:
+            raise self._over(exc) from None
+        if sent != size:
+            self._write_rest(bytes(out), sent)
+
+    def ask(self, command: Request) -> Answer | control.Failure:
+        """Send, and wait for the answer, whatever it is. With the lock held."""
+        self.send(command)
+        request = command.request
+        while (got := self._read()).request != request:
+            self._keep(got)
+        return got
 
     def begin(self, command: Request, pending: Pending[T]) -> Pending[T]:
         """Send; the answer will be the pending's. With the lock held."""
         self.send(command)
+        return self.expect(pending)
+
+    def expect(self, pending: Pending[T]) -> Pending[T]:
+        """The answer to a request that was sent will be the pending's. With the lock held."""
         self._pending[pending.request] = pending
         return pending
 
@@ -247,8 +291,11 @@ class Connection:
             raise SglcacheError.from_code(answer.code, answer.message, answer.facts)
         return answer  # type: ignore[return-value]
 
-    def unfit(self, answer: Answer | control.Failure) -> ProtocolError:
-        """The answer is of another command, or has not what it should have: nothing of the daemon can be relied on."""
+    def unfit(self, answer: Answer | control.Failure) -> SglcacheError:
+        """Why it is of no use: it is a failure, and says so. Or it is of another command, or has not what it should
+        have: then nothing of the daemon can be relied on."""
+        if type(answer) is control.Failure:
+            return SglcacheError.from_code(answer.code, answer.message, answer.facts)
         return self._nonsense(f"a {type(answer).__name__} that does not fit request {answer.request}")
 
     def ignore(self, request: int) -> None:
@@ -276,7 +323,7 @@ class Connection:
         """Take in what has arrived, without waiting. With the lock held."""
         self._check()
         with contextlib.suppress(BlockingIOError):
-            self._rest += self._receive(sockets.MSG_DONTWAIT)
+            self._rest += self._receive(DONTWAIT)
         while len(self._rest) >= HEADER and len(self._rest) >= HEADER + int.from_bytes(self._rest[:HEADER], "big"):
             self._keep(self._read())
 
@@ -381,18 +428,6 @@ class Connection:
         if self._error is not None:
             raise SglcacheError.from_code(self._error.code, self._error.message, self._error.facts)
 
-    def _write(self, frame: bytes) -> None:
-        if self._closed is not None or self._error is not None:
-            self._check()
-        try:
-            sent = self._send_some(frame, sockets.MSG_DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        except OSError as exc:
-            raise self._over(exc) from None
-        if sent != len(frame):
-            self._write_rest(frame, sent)
-
     def _write_rest(self, frame: bytes, sent: int) -> None:
         """The socket is full: read what the daemon has to say until it takes the rest."""
         poll = select.poll()
@@ -404,7 +439,7 @@ class Connection:
                         self.pull()
                     if events & ~select.POLLIN:
                         with contextlib.suppress(BlockingIOError):
-                            sent += self._send_some(frame[sent:], sockets.MSG_DONTWAIT)
+                            sent += self._send_some(frame[sent:], DONTWAIT)
         except OSError as exc:
             raise self._over(exc) from None
         except BaseException:  # half a frame is out: nothing more can be said
@@ -418,7 +453,13 @@ class Connection:
         if not data:
             if self._closed is not None or self._error is not None:
                 self._check()
-            data = self._rest = self._receive()
+            data = self._receive()
+            if len(data) > HEADER and _size_of(data)[0] == len(data) - HEADER:  # mostly it is all, and one
+                try:
+                    return _decode(data[HEADER:])
+                except DECODE_ERRORS as exc:
+                    raise self._nonsense(f"what is no answer: {exc}") from None
+            self._rest = data
         while len(data) < HEADER:
             data = self._rest = data + self._receive()
         stop = HEADER + int.from_bytes(data[:HEADER], "big")
@@ -447,8 +488,14 @@ class Connection:
     def _receive(self, flags: int = 0) -> bytes:
         """What has come, waiting for it unless `flags` say otherwise."""
         try:
-            data = self._recv(RECV_BYTES, flags) if flags or self._rests > 0 else self._spin()
-            self._rests -= 1
+            if flags:
+                data = self._recv(RECV_BYTES, flags)
+            elif self._spin_s and self._rests <= 0:
+                data = self._spin()
+            else:
+                self._rests -= 1
+                self._poll()
+                data = self._recv(RECV_BYTES)
         except BlockingIOError:
             raise
         except OSError as exc:
@@ -464,10 +511,10 @@ class Connection:
         doesn't pay (an answer that waits for an event, a daemon that needs this very processor) it is soon left off.
         """
         recv, clock = self._recv, time.perf_counter
-        end = clock() + SPIN_S
+        end = clock() + self._spin_s
         while True:
             try:
-                data = recv(RECV_BYTES, sockets.MSG_DONTWAIT)
+                data = recv(RECV_BYTES, DONTWAIT)
             except BlockingIOError:
                 if clock() > end:
                     break
@@ -476,6 +523,7 @@ class Connection:
                 return data
         self._failed_spins += 1
         self._rests = min(1 << self._failed_spins, MAX_RESTS)
+        self._poll()
         return recv(RECV_BYTES)
 
     def _keep(self, answer: Answer | control.Failure) -> None:
@@ -500,7 +548,7 @@ class Connection:
         """The connection is at its end. What the daemon said last says more than the socket does."""
         if self._error is None:
             try:
-                while data := self._recv(RECV_BYTES, sockets.MSG_DONTWAIT):
+                while data := self._recv(RECV_BYTES, DONTWAIT):
                     self._rest += data
             except OSError:
                 pass

@@ -39,40 +39,52 @@ class Lease:
 
     __slots__ = (
         "_client",
-        "_connection",
+        "_granted",
         "_parts",
         "_shares",
         "_table",
         "_view",
         "ended",
-        "host_tokens",
         "id",
-        "load",
-        "matched_tokens",
-        "reaches",
+        "session",
     )
 
     def __init__(self, client: Client, connection: Connection, tokens: bytes, granted: control.Granted) -> None:
-        if len(granted.slots) % 4:
-            raise ValueError(f"{len(granted.slots)} bytes of slots, of 4 each")
+        self._table = table = granted.slots
+        if len(table) % 4:
+            raise ValueError(f"{len(table)} bytes of slots, of 4 each")
         self._client = client
-        self._connection = connection  # the session that it is of, which another may have followed
+        self.session = connection
+        """The session that it is of, which another of its client's may have followed. See `connection`."""
         self._parts = [tokens]
-        self._table = granted.slots
+        self._granted = granted
         self._view: tuple[bytes, npt.NDArray[np.int32]] | None = None  # the table that was shown, and how
         self.ended = False
         self.id = granted.lease
-        self.matched_tokens = granted.matched_tokens
+        self._shares = Shares(client.companions, granted.shares) if granted.shares else None
+
+    @property
+    def matched_tokens(self) -> int:
         """Served from the cache, from any tier; a multiple of the page size."""
-        self.host_tokens = granted.host_tokens
+        return self._granted.matched_tokens
+
+    @property
+    def host_tokens(self) -> int:
         """Of these, the last ones, which come from the host: `wait_loaded` before they are read."""
-        self.load = granted.load
+        return self._granted.host_tokens
+
+    @property
+    def load(self) -> tuple[int, int] | None:
         """(load slot, generation) for workers to wait for; None: nothing is being loaded."""
-        self.reaches = granted.reaches or (granted.matched_tokens,)
+        return self._granted.load
+
+    @property
+    def reaches(self) -> tuple[int, ...]:
         """Tokens that full attention's KV alone would match, then it with each companion alone; the match is where all
         agree. What lies between `matched_tokens` and the first is cached and can't be used for want of a window or a
         state: at that depth others branch off, so a state committed there will be found."""
-        self._shares = Shares(client.companions, granted.shares) if granted.shares else None
+        granted = self._granted
+        return granted.reaches or (granted.matched_tokens,)
 
     @property
     def slots(self) -> npt.NDArray[np.int32]:
@@ -80,8 +92,8 @@ class Lease:
 
         With `room` it may end before the tokens do: what lies beyond has no page yet.
         """
-        if self._connection.broken:
-            self._connection.check()
+        if self.session.broken:
+            self.session.check()
         table, view = self._table, self._view
         if view is None or view[0] is not table:
             # A copy: torch warns of arrays that can't be written.
@@ -123,7 +135,7 @@ class Lease:
         TransferError: the load failed; abort the lease and acquire anew.
         """
         if self.load is not None:
-            self._connection.check()
+            self.session.check()
             self._client.wait_loaded(self.load, layer)
 
     def extend(
@@ -194,7 +206,10 @@ class Lease:
         only on request, by whom must know that the pages are free for others. `event`: as in `commit`, behind the last
         use of the lease's pages.
         """
-        self._end("release", wait, event, discard=False)
+        if wait or self._client.has_workers:
+            self._end("release", wait, event, discard=False)
+        elif not self.ended:
+            self._client.send_release_unheard(self, event, discard=False)
 
     def release_begin(self, *, event: Event | None = None) -> Pending[None]:
         """As `release`: done once the pages are free, which is when its `ticket`, if there are workers, is recorded."""
@@ -244,8 +259,8 @@ class Lease:
     @property
     def connection(self) -> Connection:
         """On which alone commands of this lease may go. Raises why none can, if that is known."""
-        self._connection.check()
-        return self._connection
+        self.session.check()
+        return self.session
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -260,8 +275,8 @@ class Lease:
 
     def _share(self, kind: str) -> WindowShare | StateShare | None:
         assert self._shares is not None
-        if self._connection.broken:
-            self._connection.check()
+        if self.session.broken:
+            self.session.check()
         return self._shares.of.get(kind)
 
     def _must_not_wait(self, verb: str, what: str | None = None) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from sglcache.errors import BadRequest
 
 TOKEN_BYTES = 4
+_UINT32 = np.dtype("<u4")
 FEW = 16  # tokens that are packed faster without an array: of a step that decodes, for each request
 
 
@@ -76,6 +77,8 @@ def pack(tokens: object) -> bytes:
         if len(tokens) % TOKEN_BYTES:
             raise BadRequest(f"packed tokens are uint32: {len(tokens)} bytes is no multiple of 4")
         return tokens
+    if type(tokens) is np.ndarray and tokens.dtype is _UINT32 and tokens.ndim == 1:
+        return tokens.tobytes()
     if type(tokens) is list and len(tokens) <= FEW and all(type(token) is int for token in tokens):
         with contextlib.suppress(struct.error):  # what is wrong with it is said below
             return struct.pack(f"<{len(tokens)}I", *tokens)

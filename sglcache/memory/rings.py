@@ -78,9 +78,14 @@ class EventRing:
 
     def record_unrung(self) -> tuple[int, int]:
         """As `record`, without the doorbell: for an event that the daemon is told of next, and looks at then."""
-        event, generation = self.reserve()
+        free = self._free
+        if self._closed or not free:
+            self.reserve()  # says why there is none
+        event = free.popleft()
+        generations = self._generations
+        generations[event] = generation = generations[event] + 1
         self._words[event] = generation
-        self._free.append(event)
+        free.append(event)
         return event, generation
 
     def close(self) -> None:

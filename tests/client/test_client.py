@@ -618,3 +618,20 @@ def test_a_wrong_ttl_is_refused(client: Client, ttl_s: object) -> None:
     with pytest.raises(BadRequest, match="ttl_s"):
         client.pin([1, 2, 3], "me", ttl_s)  # type: ignore[arg-type]
     client.ping()
+
+
+@pytest.mark.parametrize("spin_us", [0, 20, 5000.0])
+def test_a_client_that_spins_hears_the_same(daemon: Daemon, spin_us: float) -> None:
+    with Client(daemon.socket, spin_us=spin_us) as client:
+        with client.acquire(range(64)) as lease:
+            lease.commit()
+        for _ in range(20):
+            with client.acquire(range(64)) as lease:
+                assert lease.matched_tokens == 64
+            client.ping()
+
+
+@pytest.mark.parametrize("spin_us", [-1, True, "1", float("nan"), 1e9])
+def test_a_spin_that_is_none_is_refused(daemon: Daemon, spin_us: Any) -> None:
+    with pytest.raises(BadRequest, match="spin_us"):
+        Client(daemon.socket, spin_us=spin_us)
