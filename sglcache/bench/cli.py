@@ -32,6 +32,16 @@ policy_option = click.option(
 positive = click.IntRange(min=1)
 
 
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in (value or "").split(",") if part)
+    except ValueError:
+        numbers = (0,)
+    if any(not 1 <= number <= 256 for number in numbers):
+        raise click.BadParameter(f"{value!r}: numbers of clients, 1 to 256, with commas between them")
+    return numbers
+
+
 def layout_option(name: str, text: str) -> Callable[[Command], Command]:
     return click.option(name, type=click.Choice(LAYOUTS), default=LAYOUTS[0], show_default=True, help=text)
 
@@ -217,19 +227,44 @@ def estimate(
     return 0
 
 
-@bench.command(examples=("sglcache bench rpc --pairs 5", "sglcache bench rpc --json"), exits={})
+@bench.command(examples=("sglcache bench rpc --pairs 5", "sglcache bench rpc --clients 1,4,16 --pairs 5"), exits={})
 @click.option("--tokens", type=positive, default=2048, show_default=True, help="Of the cached prompt.")
 @page_size_option
 @click.option("--pairs", type=positive, default=15, show_default=True, help="Blocks of each, in turn.")
 @click.option("--operations", type=positive, default=500, show_default=True, help="In a block.")
+@click.option("--clients", callback=_numbers, metavar="N,N,...", help="So many at once, each a process: 1,2,4,8,16.")
 @events_option
 @json_option
-def rpc(tokens: int, page_size: int, pairs: int, operations: int, events: bool, as_json: bool) -> int:
-    """Acquire and release of a cached prompt through daemon and client, against bare echoes of the same frames."""
+def rpc(
+    tokens: int, page_size: int, pairs: int, operations: int, clients: tuple[int, ...], events: bool, as_json: bool
+) -> int:
+    """Acquire and release of a cached prompt through daemon and client, against bare echoes of the same frames.
+
+    With --clients: what several get done at once, by time instead of by number; --pairs are of half a second each.
+    """
+    if clients:
+        return _rpc_clients(clients, tokens, page_size, pairs, events, as_json)
     from sglcache.bench import rpc as benchmark
 
     options = benchmark.Options(tokens, page_size, pairs, operations, events=events)
     return _show("rpc", benchmark.run(options), as_json)
+
+
+def _rpc_clients(clients: tuple[int, ...], tokens: int, page_size: int, pairs: int, events: bool, as_json: bool) -> int:
+    from sglcache.bench import rpc_clients as benchmark
+
+    row = benchmark.run(benchmark.Options(clients, tokens, page_size, pairs, events=events))
+    if as_json:
+        return _show("rpc", row, as_json)
+    own, echo = f"{'a second':>10}{'p50 µs':>9}{'p99':>9}{'p99.9':>9}", f"{'echo: a second':>16}{'p50':>9}{'p99.9':>9}"
+    click.echo(f"{'clients':>7}{own}{echo}{'ratio':>7}")
+    for each in row["rows"]:
+        own = f"{each['per_s']:>10,}{each['p50_us']:>9,}{each['p99_us']:>9,}{each['p999_us']:>9,}"
+        echo = f"{each['echo_per_s']:>16,}{each['echo_p50_us']:>9,}{each['echo_p999_us']:>9,}"
+        click.echo(f"{each['clients']:>7}{own}{echo}{each['ratio_per_s']:>7}")
+    click.echo(_line({key: value for key, value in row.items() if key != "rows"}))
+    click.secho(_line(harness.facts()), dim=True)
+    return 0
 
 
 @bench.command(examples=("sglcache bench match --blocks 3", "sglcache bench match --json"), exits={})

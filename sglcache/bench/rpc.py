@@ -1,13 +1,16 @@
 """What a lookup costs through the real daemon and client, against what the sockets alone cost.
 
-One operation is acquire and release of a cached prompt, blocking: four frames. Beside it two echoes of the same four
-frame sizes on a bare uvloop unix socket server, in a process of its own as the daemon is, with a blocking client that
-does nothing but send and receive. They run in blocks, in turn; p50 of each block, ratio of the medians.
+One operation is acquire and release of a cached prompt as a runner makes them: the release is sent and not waited for,
+and what comes next is behind it. Beside it two echoes of the same four frame sizes on a bare uvloop unix socket server,
+in a process of its own as the daemon is, with a blocking client that does nothing but send and receive. They run in
+blocks, in turn; p50 of each block, ratio of the medians. `waited_p50_us` is of the same with a release that is waited
+for, which is two round trips, as the echoes are.
 
 A server that answers at once is a floor that nothing with work to do can come near: the kernel hands the processor
 over, while a peer that waits for some microseconds has gone to sleep. So a third one runs in turn, the same echo with
 a server that spins, before each answer, for as long as the index takes for the same operation in this process
-(`index_acquire_us`, `index_release_us`). `ratio_busy` against it is what daemon and client add to sockets and index.
+(`index_acquire_us`, `index_release_us`). `ratio_busy` against it is what daemon and client add to sockets and index. `instructions` are
+Python's (see `opcodes`).
 
 Run as a module with a socket's path, four sizes and two times, this file is that echo server.
 """
@@ -80,19 +83,31 @@ def run(options: Options) -> Row:
                     raise BenchError(
                         f"{lease.matched_tokens} tokens matched and {lease.host_tokens} on the host: {lease}"
                     )
-                sizes = _sizes(tokens.tobytes(), lease)
+                sizes = sizes_of(tokens.tobytes(), lease)
             work = _index_seconds(options, tokens.tobytes())
-            with _echo_server(sizes, (0.0, 0.0)) as bare_server, _echo_server(sizes, work) as busy_server:
-                operations = (_ours(client, tokens), _echoes(bare_server, sizes), _echoes(busy_server, sizes))
+            with (
+                echo_server(sizes, (0.0, 0.0)) as bare,
+                echo_server(sizes, work) as busy,
+                connected(*bare) as bare_server,
+                connected(*busy) as busy_server,
+            ):
+                operations = (
+                    ours(client, tokens),
+                    echoes(bare_server, sizes),
+                    echoes(busy_server, sizes),
+                    _waited(client, tokens),
+                )
                 for operation in operations:
                     _block(operation, options.warm_up)
+                instructions = _instructions(options, client, tokens)
                 rounds: list[list[Summary]] = [[] for _ in operations]
                 for _ in range(options.pairs):
                     for blocks, operation in zip(rounds, operations, strict=True):
                         blocks.append(_block(operation, options.operations))
-    own, bare, busy = ([block.p50 * 1e6 for block in blocks] for blocks in rounds)
+    own, bare_p50s, busy_p50s, waited = ([block.p50 * 1e6 for block in blocks] for blocks in rounds)
     # The other way round than Comparison's other / ours: here the echo is the floor.
-    ratio, ratio_busy = Comparison.of(bare, own), Comparison.of(busy, own)
+    ratio, ratio_busy = Comparison.of(bare_p50s, own), Comparison.of(busy_p50s, own)
+    ratio_waited = Comparison.of(bare_p50s, waited)
     return {
         "tokens": options.tokens,
         "page_size": options.page_size,
@@ -113,8 +128,12 @@ def run(options: Options) -> Row:
         "ratio_busy": round(ratio_busy.ratio, 3),
         "ratio_busy_least": round(ratio_busy.least, 3),
         "ratio_busy_most": round(ratio_busy.most, 3),
+        "instructions": sum(instructions.values()),
+        **{f"instructions_{name}": count for name, count in instructions.items()},
+        "waited_p50_us": round(ratio_waited.other, 1),
+        "ratio_waited": round(ratio_waited.ratio, 3),
         "blocks_p50_us": [round(each, 1) for each in own],
-        "echo_blocks_p50_us": [round(each, 1) for each in bare],
+        "echo_blocks_p50_us": [round(each, 1) for each in bare_p50s],
     }
 
 
@@ -126,6 +145,19 @@ def _block(operation: Callable[[], object], count: int) -> Summary:
         operation()
         seconds.append(clock() - start)
     return Summary.of(seconds)
+
+
+def _instructions(options: Options, client: Client, tokens: object) -> dict[str, int]:
+    """Python's, of one operation: of the client, of the daemon beside the index, and of the index."""
+    from sglcache.bench import opcodes
+
+    daemon = opcodes.of_daemon(options.tokens, options.page_size)["release and acquire"]
+    index = daemon.by_part["core"]
+    return {
+        "client": sum(each.total for each in opcodes.of_client(client, tokens).values()),
+        "daemon": daemon.total - index,
+        "index": index,
+    }
 
 
 def _index_seconds(options: Options, packed: bytes) -> tuple[float, float]:
@@ -148,7 +180,8 @@ def _index_seconds(options: Options, packed: bytes) -> tuple[float, float]:
     return Summary.of(acquires).p50, Summary.of(releases).p50
 
 
-def _ours(client: Client, tokens: object) -> Callable[[], None]:
+def ours(client: Client, tokens: object) -> Callable[[], None]:
+    """Acquire and release, as a runner does."""
     acquire = client.acquire
 
     def operation() -> None:
@@ -157,14 +190,23 @@ def _ours(client: Client, tokens: object) -> Callable[[], None]:
     return operation
 
 
-def _sizes(packed: bytes, lease: Lease) -> Sizes:
+def _waited(client: Client, tokens: object) -> Callable[[], None]:
+    acquire = client.acquire
+
+    def operation() -> None:
+        acquire(tokens).release(wait=True)  # type: ignore[arg-type]
+
+    return operation
+
+
+def sizes_of(packed: bytes, lease: Lease) -> Sizes:
     """As the frames are after some thousand operations: numbers of three bytes."""
     n = 5000
     slots = np.asarray(lease.slots, np.int32).tobytes()
     frames = (
         control.Acquire(n, packed),
         control.Granted(n, n, lease.matched_tokens, 0, slots),
-        control.Release(n, n, n, 1, generation=n),
+        control.Release(0, n, n, 1, generation=n),
         control.Done(n),
     )
     return Sizes(*(HEADER + len(control.encode(frame)) for frame in frames))
@@ -203,7 +245,8 @@ def frame(size: int) -> bytes:
     return (size - HEADER).to_bytes(HEADER, "big") + bytes(size - HEADER)
 
 
-def _echoes(connection: socket.socket, sizes: Sizes) -> Callable[[], None]:
+def echoes(connection: socket.socket, sizes: Sizes) -> Callable[[], None]:
+    """Two round trips."""
     acquire, release = frame(sizes.acquire), frame(sizes.release)
     send, recv = connection.send, connection.recv
 
@@ -221,32 +264,34 @@ def _echoes(connection: socket.socket, sizes: Sizes) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _echo_server(sizes: Sizes, work_s: tuple[float, float]) -> Iterator[socket.socket]:
-    """A connection to an echo server in a process of its own; `work_s`: what it spins before each of its answers."""
+def echo_server(sizes: Sizes, work_s: tuple[float, float]) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """An echo server in a process of its own: where, and who. `work_s`: what it spins before each of its answers."""
     with tempfile.TemporaryDirectory(prefix="sglcache-echo-") as folder:
         path = Path(folder) / "echo.sock"
         process = subprocess.Popen(
             [sys.executable, "-m", "sglcache.bench.rpc", str(path), *map(str, [*sizes, *work_s])]
         )
         try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                _connect(connection, path, process)
-                yield connection
+            yield path, process
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
 
 
-def _connect(connection: socket.socket, path: Path, process: subprocess.Popen[bytes]) -> None:
+@contextlib.contextmanager
+def connected(path: Path, process: subprocess.Popen[bytes] | None = None) -> Iterator[socket.socket]:
+    """To the echo server there, once it serves. BenchError: it does not."""
     deadline = time.monotonic() + START_S
-    while True:
-        try:
-            connection.connect(str(path))
-            return
-        except OSError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise BenchError("the echo server did not start") from None
-            time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as connection:
+        while True:
+            try:
+                connection.connect(str(path))
+                break
+            except OSError:
+                if (process is not None and process.poll() is not None) or time.monotonic() > deadline:
+                    raise BenchError("the echo server did not start") from None
+                time.sleep(0.01)
+        yield connection
 
 
 async def _serve(path: str, replies: dict[int, tuple[bytes, float]]) -> None:

@@ -9,23 +9,23 @@ from sglcache.config import LimitsConfig
 from sglcache.core.line import Patience
 from sglcache.errors import BadRequest, Busy
 
+_new = tuple.__new__  # a NamedTuple's own is a Python function around this
+
 
 class Limits:
     """`[limits]` of a rank, and what is under way of what they bound."""
 
     def __init__(self, config: LimitsConfig) -> None:
         self.config = config
-        self._usual: Patience | None = None  # the last that was made for who does not say
+        self._acquire_wait_s, self._copy_wait_s = config.acquire_wait_s, config.copy_wait_s
         self._expensive: Counter[tuple[object, str]] = Counter()  # by who asked, and what
 
     def patience(self, wait_s: float | None, now: float) -> Patience:
         """How long a command waits that says `wait_s`, and came `now`."""
         if wait_s is None:
-            usual = self._usual
-            if usual is not None and usual.since == now:  # many come at a time, by the loop's clock
-                return usual
-            self._usual = usual = self.patience(self.config.acquire_wait_s, now)
-            return usual
+            wait_s = self._acquire_wait_s
+        if not wait_s:
+            return _new(Patience, (now, None, now + self._copy_wait_s))
         config = self.config
         room = now + min(wait_s, config.max_wait_s) if wait_s > 0 else None
         return Patience(now, room, now + config.copy_wait_s)

@@ -22,6 +22,7 @@ from sglcache.bench import (
     match,
     memory,
     rpc,
+    rpc_clients,
     stall,
     start,
     storage,
@@ -284,6 +285,15 @@ def test_rpc_measures_a_real_daemon() -> None:
     assert row["frame_bytes"][1] > 64 // 16 * 4
     assert row["ratio"] > 0
     assert row["busy_echo_p50_us"] > row["index_acquire_us"] > 0
+
+
+def test_rpc_measures_several_clients_at_once() -> None:
+    row = rpc_clients.run(rpc_clients.Options(clients=(1, 3), tokens=64, pairs=1, block_s=0.05))
+    assert [each["clients"] for each in row["rows"]] == [1, 3]
+    for each in row["rows"]:
+        assert each["per_s"] > 0
+        assert 0 < each["p50_us"] <= each["p99_us"] <= each["p999_us"] <= each["max_us"]
+        assert 0 < each["echo_p50_us"] <= each["echo_max_us"]
 
 
 def test_death_measures_real_deaths_and_finds_every_page_free() -> None:
