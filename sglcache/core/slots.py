@@ -60,8 +60,12 @@ class SlotPool:
         taken: list[bytes | memoryview] = [*behind]
         crumbs = self._crumbs
         if crumbs and need:
-            piece = bytes(crumbs[-need:])
-            del crumbs[-need:]
+            if len(crumbs) <= need:
+                piece = bytes(crumbs)
+                crumbs.clear()
+            else:
+                piece = bytes(crumbs[-need:])
+                del crumbs[-need:]
             need -= len(piece)
             taken.append(piece)
         left = self._left

@@ -257,10 +257,7 @@ class Tree:
             return None
         span = self.span
         if type(children) is Node:
-            # startswith on the child's whole run is the common case and needs no slice
-            if key.startswith(children.key, start) or children.key.startswith(key[start : start + span]):
-                return children
-            return None
+            return children if key.startswith(children.first(span), start) else None
         return children.get(key[start : start + span])  # type: ignore[union-attr]
 
     def children(self, node: Node) -> Iterator[Node]:
@@ -306,7 +303,7 @@ class Tree:
         assert node.children is None
         children = parent.children
         if type(children) is Node:
-            parent.children = None
+            children = parent.children = None
         else:
             del children[node.first(self.span)]  # type: ignore[union-attr]
             if len(children) == 1:  # type: ignore[arg-type]
@@ -314,7 +311,7 @@ class Tree:
         node.parent = None
         _leave(node)
         self.num_nodes -= 1
-        if parent.parent is None and parent.children is None:
+        if children is None and parent.parent is None:
             del self.spaces[node.space.namespace]
             parent.space = self.nowhere  # root and space refer to each other: nothing is left for the collector
 
