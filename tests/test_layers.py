@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"errors", "paths"},
     "config": {"errors", "units"},
     "wire": {"errors", "units"},
+    "web": set(),
     "core": BOTTOM,
     "memory": BOTTOM | {"core"},
     "storage": BOTTOM | {"core"},
@@ -71,6 +72,7 @@ HOME = {
     "pydantic": {"config"},
     "hypothesis": {"testing"},
     "mooncake": {"storage", "bench"},
+    "tokenizers": {"server"},
 }
 
 

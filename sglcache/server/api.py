@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from sglcache.errors import BadRequest
 from sglcache.server.channel import About
@@ -31,9 +31,34 @@ class Question(NamedTuple):
     params: type[Params] = Params
 
 
+class TreeParams(Params):
+    """Which branch of the tree, by its name in an earlier picture (None: all), and how many nodes of it at most."""
+
+    root: Annotated[int, Meta(ge=0)] | None = None
+    budget: Annotated[int, Meta(ge=1, le=1500)] = 1000
+
+
+class NodeParams(Params):
+    """One node, by its name in a picture; its tokens from this page of it on."""
+
+    name: Annotated[int, Meta(ge=0)]
+    start: Annotated[int, Meta(ge=0)] = 0
+
+
+class FindParams(Params):
+    """A prompt."""
+
+    tokens: Annotated[list[int], Meta(min_length=1, max_length=500_000)]
+    lora: str | None = None
+
+
 API: dict[str, Question] = {
     "facts": Question("facts"),
     "digest": Question("digest"),
+    "live": Question("live"),
+    "tree": Question("tree", TreeParams),
+    "node": Question("node", NodeParams),
+    "find": Question("find", FindParams),
     "reuse": Question("reuse"),
 }
 

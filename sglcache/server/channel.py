@@ -35,7 +35,7 @@ MAX_LONG = 16 << 20  # bytes of a frame that goes as a descriptor; as on the con
 MAX_FDS = 253  # beside one frame: the kernel's SCM_MAX_FD
 
 
-About: TypeAlias = Literal["facts", "digest", "metrics", "reuse"]
+About: TypeAlias = Literal["facts", "digest", "metrics", "reuse", "live", "tree", "node", "find"]
 
 
 class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True):

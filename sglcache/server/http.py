@@ -1,4 +1,5 @@
-"""HTTP for people, probes and routers: GET /health, /server_info and /metrics, of all ranks, by the supervisor.
+"""HTTP for people, probes and routers: GET /health, /server_info and /metrics, of all ranks, by the supervisor; and
+at /, for browsers, the page of `sglcache/web`.
 
 Each page is made when it is asked for and has a deadline; nothing here changes anything. aiohttp is loaded with this
 module: the supervisor does so once the ranks are on their way, and without `[http]` not before somebody asks.
@@ -6,6 +7,8 @@ module: the supervisor does so once the ranks are on their way, and without `[ht
 
 from __future__ import annotations
 
+import hashlib
+import importlib.resources
 import json
 import logging
 import socket
@@ -13,6 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -22,6 +26,25 @@ from sglcache.server.channel import About
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus's
 SHUTDOWN_S = 1.0  # what a request that is under way gets when the daemon stops
+FILES = {  # of the page, by their path
+    "/": ("index.html", "text/html"),
+    "/web/app.js": ("app.js", "text/javascript"),
+    "/web/tree.js": ("tree.js", "text/javascript"),
+    "/web/charts.js": ("charts.js", "text/javascript"),
+    "/web/panels.js": ("panels.js", "text/javascript"),
+    "/web/style.css": ("style.css", "text/css"),
+    "/web/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# The page runs nothing and asks nothing but what is here, and no other page may show it in a frame or learn of it.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+API_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 INDEX = "sglcache: GET /health, /server_info, /digest or /metrics\n"
 
 
@@ -63,11 +86,13 @@ class HttpServer:
         self.socks = socks
         self.names = names
         app = web.Application(client_max_size=api.MAX_BODY_BYTES, middlewares=[_errors_as_json])
-        app.router.add_get("/", self._index)
+        for path in FILES:
+            app.router.add_get(path, self._file)
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/digest", self._digest)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/api", self._names)
         app.router.add_get("/api/{name}", self._api)
         app.router.add_post("/api/{name}", self._api)
         self._runner = web.AppRunner(
@@ -87,8 +112,17 @@ class HttpServer:
         """Take no more, let what is under way end, close. Doing it twice is no error."""
         await self._runner.cleanup()
 
-    async def _index(self, _: web.Request) -> web.Response:
-        return web.Response(text=INDEX)
+    async def _file(self, request: web.Request) -> web.Response:
+        """A part of the page; at / for whoever does not ask for HTML, what there is to ask."""
+        if request.path == "/" and "text/html" not in request.headers.get("Accept", ""):
+            return web.Response(text=INDEX, headers={"Vary": "Accept"})
+        name, kind = FILES[request.path]
+        body = importlib.resources.files("sglcache.web").joinpath(name).read_bytes()
+        tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        headers = {**PAGE_HEADERS, "ETag": tag, "Vary": "Accept"}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
 
     async def _health(self, _: web.Request) -> web.Response:
         health = self.pages.health()
@@ -100,6 +134,10 @@ class HttpServer:
     async def _digest(self, _: web.Request) -> web.Response:
         return _json(await self.pages.digest())
 
+    async def _names(self, _: web.Request) -> web.Response:
+        """What there is to ask a rank."""
+        return _json({"names": sorted(api.API)})
+
     async def _api(self, request: web.Request) -> web.Response:
         if not api.may_ask(request.headers.get("Host"), self.names):
             raise web.HTTPMisdirectedRequest(reason="not a name of this daemon: use its address, or set http.names")
@@ -109,7 +147,8 @@ class HttpServer:
                 question, rank, params = api.from_body(name, await request.read())
             else:
                 question, rank, params = api.from_query(name, request.query)
-            return _json(await self.pages.ask(rank, question.about, params))
+            answer = await self.pages.ask(rank, question.about, params)
+            return web.Response(body=_encode(answer), content_type="application/json", headers=API_HEADERS)
         except SglcacheError as exc:
             status = 404 if name not in api.API else 400 if isinstance(exc, BadRequest) else 409
             error = {"code": exc.code, "message": exc.message, "facts": exc.facts}
@@ -117,6 +156,11 @@ class HttpServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=await self.pages.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _encode(answer: object) -> bytes:
+    """Most are long, and no one reads them as they are."""
+    return msgspec.json.encode(answer, enc_hook=str) + b"\n"
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -15,6 +15,7 @@ from sglcache.server import metrics, watch
 from sglcache.server.channel import About
 from sglcache.server.child import Child
 from sglcache.server.plan import kv_events, told_groups
+from sglcache.server.texts import Texts
 from sglcache.wire import control
 
 
@@ -31,6 +32,7 @@ class RankPages:
         self.state = state
         self.answer_s = answer_s
         self._started_at = time.monotonic()
+        self._texts = Texts(config.http.tokenizer)
 
     def health(self) -> dict[str, Any]:
         ranks = [child.describe() for child in self.children]
@@ -108,7 +110,8 @@ class RankPages:
             raise BadRequest(f"there is no rank {rank} here; ask one of {here}", rank=rank)
         if (answer := child.ask(about, params)) is not None:
             try:
-                return await asyncio.wait_for(answer, self.answer_s)
+                told = await asyncio.wait_for(answer, self.answer_s)
+                return await self._texts.add(told) if about == "node" else told
             except TimeoutError:
                 pass
         words = in_words(child.describe()) if child.state != "ok" or child.stuck else "it did not answer in time"

@@ -62,6 +62,7 @@ from sglcache.server.keeping import JOURNAL, Keeper
 from sglcache.server.limits import Limits
 from sglcache.server.listener import Listener
 from sglcache.server.loads import Loads
+from sglcache.server.looking import Looking, shows_tokens
 from sglcache.server.numbers import Numbers
 from sglcache.server.owner import Owner
 from sglcache.server.scrubbing import Scrubbing
@@ -104,6 +105,7 @@ class Parts:
     journal: Journal | None  # of the host tier, for the next life
     scrubbing: Scrubbing | None  # of the host tier
     keeper: Keeper
+    looking: Looking
 
 
 class MakeEngine(Protocol):
@@ -245,6 +247,7 @@ class Rank:
         parts.sessions.close()
         parts.owner.collector.stop()
         parts.watch.stalls.stop()
+        parts.looking.close()
         if parts.publisher is not None:
             parts.publisher.close()
         if parts.scrubbing is not None:
@@ -288,6 +291,7 @@ class Rank:
                 parts.journal.distrust()  # what it was told may be as wrong as what nobody expected
             parts.owner.fail()
             parts.owner.cancel()
+            parts.looking.close()
             if parts.publisher is not None:
                 parts.publisher.close(linger_s=0)
             parts.listener.close()
@@ -330,12 +334,18 @@ class Rank:
 
     def _answer(self, ask: Ask) -> Answer:
         """What the supervisor wants to know. Each is told in one go, so it is short work, and never a walk of all."""
-        tell: Callable[..., Any] = {
+        looking = self.parts.looking
+        answers: dict[str, Callable[..., Any]] = {
             "facts": self.facts,
             "digest": self.digest,
             "metrics": self.metrics,
             "reuse": self.reuse,
-        }[ask.about]
+            "live": looking.live,
+            "tree": looking.tree,
+            "node": looking.node,
+            "find": looking.find,
+        }
+        tell = answers[ask.about]
         try:
             return Answer(ask.question, tell(**ask.params))
         except SglcacheError as exc:
@@ -401,7 +411,7 @@ class Rank:
             "oldest": parts.watch.oldest,
             "loop": parts.watch.stalls.facts(),
             "reclaims": [each._asdict() for each in parts.sessions.reclaims],
-            "stream": self._stream(for_ourselves=True),
+            "stream": self.stream(for_ourselves=True),
         }
         if prove:
             facts["violations"] = self.prove()
@@ -455,7 +465,7 @@ class Rank:
             "companions": [each.facts() for each in self.companions],
             "pools": [{**pool._asdict(), "tier": pool.tier.name} for pool in self.parts.index.stats().pools],
             "tenants": [_tenant(each) for each in self.parts.index.stats().tenants],
-            "stream": self._stream(),
+            "stream": self.stream(),
             "third": third.identity() if third is not None else None,
         }
 
@@ -480,8 +490,11 @@ class Rank:
             families += reuse.families({"rank": str(self.seat.offset)}, follows, self.reuse())
         return families
 
-    def _stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:
-        """`for_ourselves`: for a peer of the control socket, who is of our user and may know the public key."""
+    def stream(self, for_ourselves: bool = False) -> dict[str, Any] | None:
+        """Of the event stream; None: it is off.
+
+        `for_ourselves`: for a peer of the control socket, who is of our user and may know the public key.
+        """
         publisher = self.parts.publisher
         if publisher is None:
             return None
@@ -668,6 +681,9 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             scrubbing=scrubbing,
             refusals=sessions.refusals,
         )
+        looking = Looking(
+            index, owner, sessions, watch, engine.stats, rank.stream, show_tokens=shows_tokens(config.http)
+        )
         filler = None
         if config.host.populate and first.host.shards:
             before = [each.host.shards for each in others]
@@ -688,6 +704,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         journal,
         scrubbing,
         keeper,
+        looking,
     )
 
 
