@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test daemons metrics models survive torture check format bench smoke package interop clean
+.PHONY: help install serve demo test daemons metrics models survive torture check format bench smoke package interop browser clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ package: $(STAMP) ## the wheel, built and tried where it is all that there is; t
 interop: $(STAMP) ## other people's consumers of the stream, and Mooncake's store, which it installs apart
 	@PYTHON='$(PYTHON)' scripts/interop.sh $(ARGS)
 
+browser: $(STAMP) ## the page, in headless Chromium, which it installs on Debian where it is missing
+	@PYTHON='$(PYTHON)' scripts/browser.sh $(ARGS)
+
 clean: ## remove what the other targets made
-	rm -rf .venv .venv-interop .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-browser .venv-interop .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find sglcache tests scripts -name __pycache__ -prune -exec rm -rf {} +
