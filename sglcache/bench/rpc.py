@@ -9,8 +9,8 @@ for, which is two round trips, as the echoes are.
 A server that answers at once is a floor that nothing with work to do can come near: the kernel hands the processor
 over, while a peer that waits for some microseconds has gone to sleep. So a third one runs in turn, the same echo with
 a server that spins, before each answer, for as long as the index takes for the same operation in this process
-(`index_acquire_us`, `index_release_us`). `ratio_busy` against it is what daemon and client add to sockets and index. `instructions` are
-Python's (see `opcodes`).
+(`index_acquire_us`, `index_release_us`). `ratio_busy` against it is what daemon and client add to sockets and index.
+`instructions` are Python's (see `opcodes`).
 
 Run as a module with a socket's path, four sizes and two times, this file is that echo server.
 """

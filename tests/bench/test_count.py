@@ -8,8 +8,8 @@ import pytest
 
 from sglcache.bench import count
 
-# Of CPython 3.11: the whole of a request as it was measured, and six hundredths more. Who needs more raises it, and says
-# in that commit what for; who needs much less lowers it.
+# Of CPython 3.11: the whole of a request as it was measured, and six hundredths more. Who needs more raises it, and
+# says in that commit what for; who needs much less lowers it.
 BOUNDS = {
     (64, False): 3_260,
     (64, True): 5_460,

@@ -1,4 +1,4 @@
-"""What the census says of a tree that stands still is the tree; while it changes nothing breaks, and the next is right."""
+"""A census of a tree that stands still is the tree; while it changes nothing breaks, and the next is right."""
 
 from __future__ import annotations
 
