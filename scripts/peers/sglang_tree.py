@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""SGLang 0.5.23's Rust prefix tree on a real trace: the peer of `sglcache bench index`, in one row of JSON.
+"""SGLang 0.5.23's prefix trees on a real trace: the peer of `sglcache bench index`, in one row of JSON.
 
-    OMP_NUM_THREADS=1 PEER/bin/python scripts/sglang_tree.py --trace FILE [--kind swa --window 128] [--events]
+    OMP_NUM_THREADS=1 .venv-peers/bin/python scripts/peers/sglang_tree.py --trace FILE [--kind swa --window 128]
 
-PEER is an environment with sglang==0.5.23 and what its `mem_cache` imports (docs/performance.md); of sglcache it needs
-this checkout, numpy and msgspec. With one OpenMP thread: torch's helpers spin and would look like work.
+Its Rust core, or with --core python its RadixCache, which has full KV alone. scripts/peers.sh makes .venv-peers. With
+one OpenMP thread: torch's helpers spin and would look like work.
 
 Per request: a match; then, part by part as the prompt is computed, eviction down to the capacities and the insert of
 all that is computed by then; with --events at the end the take of the queue and the encoding of the batch, as SGLang's
@@ -28,14 +28,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 warnings.filterwarnings("ignore")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402
+
+# SGLang imports torchvision as it loads, whose wheel has its operators in a library that wants CUDA. No image is looked
+# at here, so it is enough that those are known which torchvision names in Python.
+VISION = torch.library.Library("torchvision", "DEF")  # for as long as this lives
+for name in ("nms", "qnms"):
+    VISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
 from sglang.srt.disaggregation.kv_events import KVEventBatch  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
-from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
 from sglang.srt.mem_cache.rust_tree_core import adapter  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.cache_action import SWARebuild  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
@@ -130,9 +137,53 @@ class Tree:
                 self.core.set_component_device_value(action.node_id, SWA, action.source_value)
 
 
+class Counting:
+    """In the place of an allocator: what is freed is counted, and nothing else is done with it."""
+
+    device = torch.device("cpu")
+    freed = 0
+
+    def free(self, slots: torch.Tensor, *_: object, **__: object) -> None:
+        self.freed += len(slots)
+
+    free_segment = free
+
+
+class PythonTree:
+    """SGLang's RadixCache, as its scheduler calls it. Full KV."""
+
+    window, mamba = 0, False
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.capacity = options.capacity_tokens
+        self.cache = RadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=Counting(),
+                page_size=options.page_size,
+                enable_kv_cache_events=options.events,
+            )
+        )
+        self.take = self.cache.kv_events.take
+
+    def match(self, tokens: array[int]) -> tuple[int, int]:
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens))).device_prefix_len
+        return found, found
+
+    def make_room(self, num_tokens: int) -> None:
+        overflow = self.cache.evictable_size_ + num_tokens - self.capacity
+        if overflow > 0:
+            self.cache.evict(EvictParams(num_tokens=overflow))
+
+    def insert(self, key: array[int], slots: torch.Tensor, known: int, state: torch.Tensor | None) -> None:
+        self.cache.insert(InsertParams(key=RadixKey(key), value=slots))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", required=True)
+    parser.add_argument("--core", choices=["rust", "python"], default="rust")
     parser.add_argument("--kind", choices=list(KINDS), default="full")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--limit", type=int)
@@ -145,11 +196,23 @@ def main() -> None:
     options = parser.parse_args()
     if options.window_tokens is None:
         options.window_tokens = options.capacity_tokens // 4
+    if options.core == "python" and options.kind != "full":
+        parser.error("--core python has full KV alone")
     print(json.dumps(run(options)))
 
 
+def warm_up(options: argparse.Namespace) -> None:
+    """What is loaded or compiled at the first insert, which took RadixCache ten seconds, is no request's."""
+    tree = Tree(options) if options.core == "rust" else PythonTree(options)
+    for first in (1, 2):
+        tokens = array("q", [first] * 2 * options.page_size)
+        tree.match(tokens)
+        tree.insert(tokens, torch.arange(len(tokens)), 0, torch.tensor([first]) if tree.mamba else None)
+    tree.take()
+
+
 def run(options: argparse.Namespace) -> dict[str, object]:
-    tree = Tree(options)
+    tree = Tree(options) if options.core == "rust" else PythonTree(options)
     requests = [
         array("q", request.tokens.astype("int64").tobytes())
         for request in traces.requests(options.trace, options.limit)
@@ -160,6 +223,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     totals, cpus = [], []
     hit = reach = seen = next_slot = event_count = blocks = wire_bytes = 0
     branches = tree.window > 0 or tree.mamba
+    warm_up(options)
     tree.take()
     gc.freeze()
     for tokens in requests:
@@ -204,7 +268,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     count = len(requests)
     ordered, cpus_ordered = sorted(totals), sorted(cpus)
     return {
-        "system": "sglang-0.5.23-rust",
+        "system": f"sglang-0.5.23-{options.core}",
         "kind": options.kind,
         "page_size": options.page_size,
         "events": options.events,
