@@ -46,15 +46,13 @@ format: $(STAMP) ## put the source in order
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## every benchmark; TRACE=FILE for the index's, ARGS="rpc --help" for one of them
-ifneq ($(ARGS),)
-	@$(BIN)/sglcache bench $(ARGS)
+bench: $(STAMP) ## all of it, beside its peers: TRACE=FILE, ARGS="--quick"; or one benchmark: ARGS="rpc --help"
+ifeq ($(filter-out -%,$(firstword $(ARGS))),)
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --editable '.[dev,bench]'
+	@$(if $(findstring --no-peers,$(ARGS)),,PYTHON='$(PYTHON)' scripts/peers.sh ||) true
+	@exec $(BIN)/sglcache bench suite $(if $(TRACE),--trace '$(TRACE)') $(ARGS)
 else
-	@set -e; for what in start rpc death memory stall copy tiers runner; do echo "== $$what"; $(BIN)/sglcache bench $$what; done
-ifneq ($(TRACE),)
-	@set -e; for page in 64 16 1; do for events in "" --events; do echo "== index, page $$page $$events"; \
-		$(BIN)/sglcache bench index --trace '$(TRACE)' --limit 600 --page-size $$page $$events; done; done
-endif
+	@$(BIN)/sglcache bench $(ARGS)
 endif
 
 daemons: $(STAMP) ## starts, ports, many ranks, stores, doctors and benchmarks: what takes many daemons
@@ -85,5 +83,6 @@ browser: $(STAMP) ## the page, in headless Chromium, which it installs on Debian
 	@PYTHON='$(PYTHON)' scripts/browser.sh $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf .venv .venv-browser .venv-interop .venv-package build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-browser .venv-interop .venv-package .venv-peers .bench build dist *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find sglcache tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -593,6 +594,65 @@ def tiers(
 
     options = benchmark.Options(tokens, page_size, layers, kv_heads, head_dim, pairs, operations)
     return _show("tiers", benchmark.run(options), as_json)
+
+
+@bench.command()
+@click.option(
+    "--into",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where results go; where a run was interrupted there it goes on.  [default: a new folder in .bench]",
+)
+@click.option("--quick", is_flag=True, help="Less of each, in less than two minutes: to see that all of it runs.")
+@click.option("--tiny", is_flag=True, hidden=True)
+@click.option("--only", metavar="NAME", multiple=True, help="A case, or all of a table; may be repeated.")
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="By default one is made up."
+)
+@click.option("--no-peers", is_flag=True, help="Ours and its floors alone.")
+@click.option("--peers", type=click.Path(path_type=Path), help="Their environment.  [default: .venv-peers]")
+@click.option("--flames/--no-flames", default=True, show_default=True, help="Flame graphs of the hot paths.")
+@json_option
+def suite(
+    folder: Path | None,
+    quick: bool,
+    tiny: bool,
+    only: tuple[str, ...],
+    trace: Path | None,
+    no_peers: bool,
+    peers: Path | None,
+    flames: bool,
+    as_json: bool,
+) -> int:
+    """Everything, in turn with peers and floors, into a folder of results, tables, pictures. A quarter of an hour."""
+    from sglcache.bench import show
+    from sglcache.bench import suite as benchmark
+
+    size: benchmark.SizeName = "tiny" if tiny else "quick" if quick else "full"
+    if folder is None:
+        folder = Path(".bench") / time.strftime("%Y%m%d-%H%M%S")
+    options = benchmark.Options(folder, size, trace, only, flames=flames)
+    if no_peers:
+        options = options._replace(peers=None)
+    elif peers is not None:
+        options = options._replace(peers=peers)
+    return show.suite(options, as_json)
+
+
+@bench.command()
+@click.argument("results", type=click.Path(exists=True, path_type=Path))
+@click.option("--into", type=click.Path(dir_okay=False, path_type=Path), help="A document whose marks are filled.")
+def report(results: Path, into: Path | None) -> int:
+    """A run's tables; or into a document, where <!-- bench:NAME --> and <!-- /bench --> are."""
+    from sglcache.bench import report as reports
+    from sglcache.bench.suite import read
+
+    if into is None:
+        click.echo(reports.markdown(read(results)), nl=False)
+        return 0
+    filled, left = reports.into(results, into)
+    click.echo(f"{into}: {', '.join(filled) or 'nothing'} written" + (f"; left: {', '.join(left)}" if left else ""))
+    return 0
 
 
 # -- showing ------------------------------------------------------------------------------------------
