@@ -43,7 +43,7 @@ def free_port() -> int:
 
 def run(options: FileOptions) -> dict[str, object]:
     port = free_port()
-    words = [str(Path(sys.executable).with_name("mooncake_master")), f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
+    words = [sys.executable, "-m", "mooncake.cli", f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
     words += [f"--metrics_port={free_port()}", "--metrics_host=127.0.0.1"]
     with tempfile.TemporaryFile() as log:
         master = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

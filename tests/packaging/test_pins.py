@@ -18,7 +18,7 @@ PINS = dict(
     for line in (ROOT / "deploy" / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 )
-NOT_THE_DAEMONS = {"dev"}
+NOT_THE_DAEMONS = {"bench", "dev"}
 
 
 def asked_for() -> Iterator[Requirement]:
