@@ -192,16 +192,21 @@ def cases(size: Size, trace: str) -> tuple[Case, ...]:
             "rpc",
             "rpc",
             "acquire and release of 2,048 cached tokens, through the daemon",
-            (LATENCY, Metric("p99_us", "p99")),
+            (LATENCY, Metric("p99_us", "p99"), Metric("waited_us", "an operation, the release waited for")),
             (
                 Side(
                     "sglcache",
                     "ours",
                     "command",
                     ("rpc", "--pairs", str(size.rpc_pairs), "--json"),
-                    fields={"us": "p50_us"},
+                    fields={"us": "p50_us", "waited_us": "waited_p50_us"},
                 ),
-                Side("bare echo", "floor", source="sglcache", fields={"us": "echo_p50_us", "p99_us": "echo_p99_us"}),
+                Side(
+                    "bare echo",
+                    "floor",
+                    source="sglcache",
+                    fields={"us": "echo_p50_us", "p99_us": "echo_p99_us", "waited_us": "echo_p50_us"},
+                ),
                 Side(
                     "echo that spins as long as the index",
                     "floor",

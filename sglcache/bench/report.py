@@ -189,7 +189,7 @@ def into(folder: Path, document: Path) -> tuple[list[str], list[str]]:
         kept = document.parent / "bench"
         kept.mkdir(exist_ok=True)
         for path in (folder / "results.json", *sorted(folder.glob("*.svg"))):
-            if path.exists():
+            if path.exists() and path.parent.resolve() != kept.resolve():
                 shutil.copyfile(path, kept / path.name)
         document.write_text(made)
     except OSError as exc:
