@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from sglcache.bench import cases as plan
+from sglcache.bench import flame
 from sglcache.bench.cases import Case, Kind, Side
 from sglcache.bench.harness import BenchError, Row, facts, run_json
 from sglcache.errors import ConfigError
@@ -31,7 +32,7 @@ PEERS = ("sglang", "lmcache", "ai-dynamo-runtime", "mooncake-transfer-engine-non
 RUN_S = 400.0  # that one process may take
 FORMAT = 1
 SIZES = {"full": plan.FULL, "quick": plan.QUICK, "tiny": plan.TINY}
-PROFILED = ("rpc", "index-64-events")  # beside the paths
+PROFILED = {"rpc": "serve (sglcache/server/rank.py", "index-64-events": "measure ("}  # beside the paths, and below what
 PROFILE_S = 4.0
 
 SizeName = Literal["full", "quick", "tiny"]
@@ -370,38 +371,35 @@ def make_trace(path: Path, requests: int = 600) -> None:
 
 
 def _flames(options: Options, results: Results, wanted: Sequence[Case], trace: str) -> None:
-    """By py-spy, of what is measured: SVGs in the run's folder."""
+    """Of what is measured, sampled by py-spy: SVGs in the run's folder."""
     profiler = Path(sys.executable).with_name("py-spy")
     if not profiler.exists():
         _note(results, "flame graphs: py-spy is not installed; the package's extra `bench` has it")
         return
+    raw = options.folder / "stacks.txt"
     for case in wanted:
         if case.name in results.flames or not (case.group == "paths" or case.name in PROFILED):
             continue
         if case.group == "paths":
-            words = [sys.executable, "-m", "sglcache.bench.paths", case.name, "--seconds", str(PROFILE_S)]
+            words, root = (
+                [sys.executable, "-m", "sglcache.bench.paths", case.name, "--seconds", str(PROFILE_S)],
+                "spin (",
+            )
         else:
-            words = [sys.executable, "-m", "sglcache", "bench", *case.sides[0].words]
-        into = options.folder / f"flame-{case.name}.svg"
-        spy = [
-            str(profiler),
-            "record",
-            "-f",
-            "flamegraph",
-            "-r",
-            "250",
-            "-o",
-            str(into),
-            "--subprocesses",
-            "--",
-            *words,
-        ]
+            words, root = [sys.executable, "-m", "sglcache", "bench", *case.sides[0].words], PROFILED[case.name]
+        spy = [str(profiler), "record", "-f", "raw", "-F", "-r", "250", "-o", str(raw), "--subprocesses", "--", *words]
         try:
             done = subprocess.run(spy, capture_output=True, text=True, timeout=RUN_S, check=False)
+            tree = flame.fold(raw.read_text(), root)
         except (OSError, subprocess.TimeoutExpired) as exc:
             _note(results, f"flame graph of {case.name}: {exc}")
             continue
-        if into.exists():
-            results.flames.append(case.name)
-        else:
-            _note(results, f"flame graph of {case.name}: {done.stderr.strip()[-300:]}")
+        finally:
+            raw.unlink(missing_ok=True)
+        if not tree.samples:
+            _note(results, f"flame graph of {case.name}: no sample of {root}; {done.stderr.strip()[-300:]}")
+            continue
+        (options.folder / f"flame-{case.name}.svg").write_text(
+            flame.svg(tree, f"{case.name}, below {root.partition(' ')[0]}")
+        )
+        results.flames.append(case.name)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from sglcache.bench import beside, cases, paths, plots, report, suite
+from sglcache.bench import beside, cases, flame, paths, plots, report, suite
 from sglcache.bench.cases import Case, Metric, Side
 from sglcache.bench.cli import bench
 from sglcache.bench.harness import BenchError
@@ -261,3 +261,28 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
 def test_numbers_have_three_digits_that_mean_something() -> None:
     show: Callable[[float], str] = report.number
     assert [show(value) for value in (0, 0.01234, 1.234, 12.34, 1234.5)] == ["0", "0.012", "1.23", "12.3", "1,234"]
+
+
+SPUN = "a (x.py:1);spin (sglcache/bench/paths.py:9);step (sglcache/bench/paths.py:1)"
+STACKS = f"""{SPUN};Index.go (sglcache/core/index.py:7) 60
+{SPUN} 39
+{SPUN};tiny <&> (y.py:7) 0
+a (x.py:1);load (x.py:3) 100
+"""
+
+
+def test_a_flame_graph_has_what_is_below_a_function() -> None:
+    tree = flame.fold(STACKS, "spin (")
+    assert tree.samples == 99
+    (step,) = tree.children.values()
+    assert [(node.frame.split()[0], node.samples) for node in step.children.values()] == [("Index.go", 60), ("tiny", 0)]
+    assert flame.fold(STACKS).samples == 199
+    assert flame.fold(STACKS, "nothing").samples == 0
+
+
+def test_a_flame_graph_is_a_picture_of_boxes() -> None:
+    from xml.etree import ElementTree
+
+    drawn = ElementTree.fromstring(flame.svg(flame.fold(STACKS, "spin ("), "a <title>"))
+    titles = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == ["step (sglcache/bench/paths.py): 100.0%", "Index.go (sglcache/core/index.py): 60.6%"]
