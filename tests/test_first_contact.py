@@ -316,3 +316,14 @@ def test_two_daemons_and_a_router_that_is_dead(tmp_path: Path) -> None:
                 client.ping()  # it serves all the same
         assert f"the indexer at {router} does not know this host's ranks" in daemon.said()
         assert "mend events.dynamo_indexers" in daemon.said()
+
+
+def test_what_the_document_quotes_is_what_is_said() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quotes = re.findall(r"^\| `([^`]+)`? \|", text, re.M)
+    assert len(quotes) > 30
+    others = {"Received HTTP/0.9 when not allowed", "[Errno 111] Connection refused"}  # curl's, and the system's
+    sources = [*(ROOT / "sglcache").rglob("*.py"), ROOT / "scripts" / "install.sh", ROOT / "scripts" / "subscribe.py"]
+    said = re.sub(r"[\"']\s*\n\s*f?[\"']", "", "\n".join(file.read_text() for file in sources))
+    said += "".join(f"error[{kind.code}]" for kind in errors.SglcacheError.__subclasses__()) + "404 Not Found"
+    assert [quote for quote in quotes if quote not in others and quote.strip() not in said] == []

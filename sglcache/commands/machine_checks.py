@@ -77,7 +77,11 @@ def configuration(facts: Facts) -> Iterator[Finding]:
         what, _, _ = error.message.partition("; ")
         yield failed("config", what, error.remedy)
     else:
-        yield ok("config", f"{where}: {len(facts.seats)} rank{'s' if len(facts.seats) != 1 else ''}")
+        yield ok("config", f"{where}: {_ranks(len(facts.seats))}")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
@@ -263,10 +267,12 @@ def daemon(facts: Facts) -> Iterator[Finding]:
             yield skipped("daemon", "none runs; start one with `sglcache serve`")
         return
     for told, health in zip(facts.daemons, facts.health, strict=False):
-        name = f"sglcache {told['version']}, pid {told['pid']}, {len(told['ranks'])} ranks"
+        name = f"sglcache {told['version']}, pid {told['pid']}, {_ranks(len(told['ranks']))}"
         if not health["serving"]:
             yield failed(
-                "daemon", f"{name}: {health['status']}: {health.get('reason', 'it does not serve')}", "see its log"
+                "daemon",
+                f"{name}: {health['status']}: {health.get('reason', 'it does not serve')}",
+                "`sglcache sessions` names the process of one that is stuck; the log has the rest",
             )
         elif health["status"] != "ok":
             yield warning("daemon", f"{name}: {health['status']}", "docs/operate.md, When something is stuck")
