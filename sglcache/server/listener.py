@@ -33,6 +33,7 @@ logger = logging.getLogger("sglcache.listener")
 HELLO_TIMEOUT_S = 5.0
 MAX_HELLO = 4096  # bytes of the first frame
 MAX_HELLO_FDS = 2
+MAX_ACCEPTS = 16  # in one turn: about 1.5 ms
 MAX_WAITING = 256  # peers that have not said hello yet
 LOG_S = 1.0  # refusals of one kind within it are one line of the log
 TOLD_PIDS = 5
@@ -316,7 +317,7 @@ class Listener:
 
     def _accept(self) -> None:
         assert self._sock is not None
-        for _ in range(64):  # then others get their turn
+        for _ in range(MAX_ACCEPTS):  # then others get their turn
             try:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):

@@ -228,6 +228,7 @@ class Owner:
         self.begin_turn()
         self.index.step()
         self.end_turn()
+        self.collector.sliced()
 
     # -- the stream ---------------------------------------------------------------------------------------
 
@@ -255,11 +256,14 @@ class Owner:
         self._cutting = None
         self._hurrying = False
         self.begin_turn()
-        if not self.index.cut(self.clock()):
+        whole = self.index.cut(self.clock())
+        if not whole:
             self._cutting = self.loop.call_soon(self._cut)
         if self.third is not None:
             self.pins_changed()  # who waited for digests waits for something else by now
         self.end_turn()
+        if not whole:
+            self.collector.sliced()
 
     def flush(self) -> None:
         """Cut all that is queued, now."""

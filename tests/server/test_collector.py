@@ -47,3 +47,24 @@ def test_what_survived_is_never_walked_again(collector: Collector) -> None:
     assert gc.get_freeze_count() >= before + 5_000
     assert len(gc.get_objects()) < 1_000
     del keep
+
+
+def test_new_ones_are_not_let_grow_where_as_many_old_ones_go(collector: Collector) -> None:
+    old = [[] for _ in range(50_000)]  # type: ignore[var-annotated]
+    collector.tick()
+    new: list[list[int]] = []
+    for _ in range(100):  # a cache that is full: Python's own count does not rise
+        del old[-500:]
+        new += [[] for _ in range(490)]
+        assert gc.get_count()[0] < 1_000
+        collector.tick()
+        assert len(gc.get_objects(generation=0)) < 4 * 500
+
+
+def test_long_work_is_followed_by_a_collection_whatever_the_count(collector: Collector) -> None:
+    for _ in range(10):
+        keep = [[] for _ in range(900)]  # type: ignore[var-annotated]
+        collector.sliced()
+        assert len(gc.get_objects(generation=0)) < 2 * 1_000
+    assert collector.num_collections == 5
+    del keep
