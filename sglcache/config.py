@@ -766,7 +766,7 @@ class ObserveConfig(Section):
     )
     requests: int = Field(default=4096, ge=0, le=1 << 20, description="Acquires, for `sglcache explain --request`.")
     reuse_sample_tokens: int = Field(
-        default=16384,
+        default=8192,
         ge=0,
         le=1 << 20,
         description="Of so many tokens about one page is followed, to tell what more memory adds: `sglcache plan`.",

@@ -71,8 +71,7 @@ def plan(options: Options, advance: Callable[[int], None] = lambda done: None) -
     return {
         "trace": str(options.trace),
         "refused": refused,
-        **forecast(curve, sizes_of(config, shape)),
-        "measured": None,
+        **forecast(curve, sizes_of(config, shape), real=False),
         "simulated": simulation.told() if simulation is not None else None,
     }
 

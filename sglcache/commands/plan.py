@@ -111,11 +111,10 @@ def _show(whence: str, told: dict[str, Any]) -> None:
     tiers = ", ".join(f"{tier['tier']} {tier['tokens']:,} tokens ({_gib(tier['bytes'])})" for tier in told["tiers"])
     click.echo(f"tiers     {tiers}{', ' + told['write_policy'] if told['write_policy'] else ''}")
     if told["looks"]:
-        forecast = {"all": told["hit_rate"], "device": told["device_hit_rate"]}
         for label, rates in (("measured", told["measured"]), ("simulated", told.get("simulated"))):
             if rates is not None:
                 click.echo(f"{label:<9} {_rates(rates)}")
-        click.echo(f"forecast  {_rates(forecast)}; with room for everything {100 * told['ceiling']:.1f} %")
+        click.echo(f"forecast  {_rates(told['forecast'])}; with room for everything {100 * told['ceiling']:.1f} %")
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("tier")
         for name in ("more", "hit rate", "adds", "tokens/s", "on the device", "adds"):

@@ -12,7 +12,7 @@ How far back in the line of pages (see `reuse`) a set of tiers reaches is a matt
 * The *third* tier has what the host had, and lasts longer: together the first max of that and its own size.
 
 These are expectations for least-recently-used tiers without tenants' shares or pins; what was really found stands
-beside them.
+beside them. A tree that evicts whole runs of pages finds a little less, the more so the larger single prompts are.
 """
 
 from __future__ import annotations
@@ -81,13 +81,19 @@ def rates(curve: Curve, sizes: Sizes) -> Rates:
     return Rates(curve.hit_rate(max(near, sizes.third_pages)), curve.hit_rate(near), curve.hit_rate(sizes.device_pages))
 
 
-def forecast(curve: Curve, sizes: Sizes, extra_gib: tuple[int, ...] = EXTRA_GIB) -> dict[str, Any]:
-    """All that can be said, for people and programs. Rates are shares of the tokens asked for."""
+def forecast(curve: Curve, sizes: Sizes, real: bool = True, extra_gib: tuple[int, ...] = EXTRA_GIB) -> dict[str, Any]:
+    """All that can be said, for people and programs. Rates are shares of the tokens asked for.
+
+    `real`: what was matched was told to the curve. Then what more memory `adds` is laid on that: what a sample has too
+    much or too little of are mostly the pages that everybody shares, and these are hit whatever the size is.
+    """
     now = rates(curve, sizes)
     per_s = curve.tokens / curve.seconds if curve.seconds > 0 else 0.0
     measured = None
-    if curve.requests:
+    over = Rates(0.0, 0.0, 0.0)  # by which more was found than was forecast
+    if real and curve.requests:
         measured = {"all": curve.measured, "device": curve.measured - curve.measured_host, "host": curve.measured_host}
+        over = Rates(measured["all"] - now.all, 0.0, measured["device"] - now.device)
     rows: list[dict[str, Any]] = []
     for tier in tiers_of(sizes):
         for gib in extra_gib:
@@ -96,10 +102,10 @@ def forecast(curve: Curve, sizes: Sizes, extra_gib: tuple[int, ...] = EXTRA_GIB)
                 {
                     "tier": tier,
                     "extra_gib": gib,
-                    "hit_rate": then.all,
+                    "hit_rate": _share(then.all + over.all),
                     "adds": then.all - now.all,
                     "adds_tokens_per_s": (then.all - now.all) * per_s,
-                    "device_hit_rate": then.device,
+                    "device_hit_rate": _share(then.device + over.device),
                     "adds_on_device": then.device - now.device,
                 }
             )
@@ -126,13 +132,18 @@ def forecast(curve: Curve, sizes: Sizes, extra_gib: tuple[int, ...] = EXTRA_GIB)
             for tier in tiers_of(sizes)
         ],
         "measured": measured,
-        "hit_rate": now.all,
-        "device_hit_rate": now.device,
-        "ceiling": curve.ceiling,
+        "forecast": {"all": now.all, "device": now.device},
+        "hit_rate": _share(now.all + over.all),
+        "device_hit_rate": _share(now.device + over.device),
+        "ceiling": _share(curve.ceiling + over.all),
         "more": rows,
     }
     told["verdict"] = verdict(told)
     return told
+
+
+def _share(rate: float) -> float:
+    return min(1.0, max(0.0, rate))
 
 
 def verdict(told: dict[str, Any]) -> str:
@@ -159,10 +170,9 @@ def verdict(told: dict[str, Any]) -> str:
         else:
             then = f"add no hit, but {100 * row[key]:.1f} points of them would need no copy from below"
         said.append(f"{row['extra_gib']} GiB more {_NAMES[tier]} would {then}")
-    left = 100 * (told["ceiling"] - told["hit_rate"])
     end = f"the ceiling is {100 * told['ceiling']:.1f} %"
     if all(each.endswith("none") for each in said):
-        return f"more memory would add nothing worth it: {end}, {left:.1f} points above what there is"
+        return f"more memory would add nothing worth it: the hit rate is {100 * told['hit_rate']:.1f} %, {end}"
     said.sort(key=lambda each: each.endswith("none"))
     return f"{'; '.join(said)}; {end}"
 

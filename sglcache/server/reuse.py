@@ -14,7 +14,7 @@ from sglcache.memory.geometry import Geometry
 from sglcache.server.metrics import Family
 from sglcache.server.room import file_bytes
 
-OFF = "no page is followed to tell of reuse; set observe.reuse_sample_tokens, such as 16384, and start the daemon anew"
+OFF = "no page is followed to tell of reuse; set observe.reuse_sample_tokens, such as 8192, and start the daemon anew"
 
 
 def made(config: Config, index: Index) -> Reuse | None:

@@ -382,7 +382,7 @@ def curve_of(*counts: tuple[float, float, int], cold: int) -> Curve:
     looks = sum(each for _, _, each in counts)
     rising = tuple((*each, sum(other[2] for other in counts[:i])) for i, each in enumerate(counts))
     looks += cold
-    return Curve(1.0, 16, 100.0, 50, looks * 16, looks, looks, looks, cold, rising, 160, 16, 10, 1000, 0)
+    return Curve(1.0, 16, 100.0, 50, looks * 16, looks, looks, looks, cold, rising, looks * 8, looks, 10, 1000, 0)
 
 
 def test_a_verdict_says_which_tier_is_worth_it() -> None:
@@ -390,22 +390,25 @@ def test_a_verdict_says_which_tier_is_worth_it() -> None:
     page = gib // 64  # a GiB is 64 pages
     curve = curve_of((0, 64, 400), (1000, 1500, 300), cold=300)
     told = forecast(curve, Sizes(128, page, 256, page))
-    assert told["hit_rate"] == pytest.approx(0.4)
-    assert told["ceiling"] == pytest.approx(0.7)
-    assert told["measured"] == pytest.approx({"all": 0.01, "device": 0.009, "host": 0.001})
+    assert told["forecast"] == pytest.approx({"all": 0.4, "device": 0.4})
+    assert told["measured"] == pytest.approx({"all": 0.5, "device": 0.4375, "host": 0.0625})
+    assert told["hit_rate"] == pytest.approx(0.5), "what was found, and on it what more memory adds"
+    assert told["ceiling"] == pytest.approx(0.8)
     by = {(row["tier"], row["extra_gib"]): row for row in told["more"]}
-    assert by["host", 10]["adds"] == 0
+    assert by["host", 10]["adds"] == by["device", 10]["adds"] == 0
     assert by["host", 50]["adds"] == pytest.approx(0.3)
+    assert by["host", 50]["hit_rate"] == pytest.approx(0.8)
+    assert by["host", 50]["device_hit_rate"] == pytest.approx(0.4375)
     assert by["host", 50]["adds_tokens_per_s"] == pytest.approx(0.3 * 160)
-    assert by["device", 10]["adds"] == 0
-    assert told["verdict"].startswith(
-        "50 GiB more device memory would add 30.0 points (40.0 % to 70.0 %); 50 GiB more h"
+    assert told["verdict"] == (
+        "50 GiB more device memory would add 30.0 points (50.0 % to 80.0 %); 50 GiB more host memory would add 30.0 "
+        "points (50.0 % to 80.0 %); the ceiling is 80.0 %"
     )
-    assert forecast(curve, Sizes(128, page, 2000, page))["verdict"] == (
+    assert forecast(curve, Sizes(128, page, 2000, page), real=False)["verdict"] == (
         "50 GiB more device memory would add no hit, but 30.0 points of them would need no copy from below; more host "
         "memory none; the ceiling is 70.0 %"
     )
-    assert "nothing worth it" in forecast(curve, Sizes(2000, page))["verdict"]
+    assert "nothing worth it: the hit rate is 50.0 %" in forecast(curve, Sizes(2000, page))["verdict"]
     few = curve_of((0, 64, 40), cold=30)
     assert "too little was seen" in forecast(few, Sizes(128, page))["verdict"]
     nothing = forecast(Reuse(Keys(16), 64, 100, 60.0).curve(0.0), Sizes(128, page, 10, page, write_policy="write_back"))

@@ -57,6 +57,7 @@ def test_a_conversation_is_followed_and_told_everywhere(daemon: Daemon) -> None:
         facts = client.reuse()
     assert (facts["requests"], facts["tokens"]) == (4, 18 + 32 + 16 + 16)
     assert facts["looks"] == 4 + 8 + 4 + 4
+    assert facts["forecast"]["all"] == pytest.approx(7 * PAGE / facts["tokens"])
     assert facts["ceiling"] == facts["hit_rate"] == pytest.approx(7 * PAGE / facts["tokens"])
     assert facts["measured"]["all"] == pytest.approx(7 * PAGE / facts["tokens"])
     assert facts["tracked_pages"] == 8 + 4
