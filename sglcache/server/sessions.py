@@ -210,6 +210,8 @@ class Member(Connection):
         )
         if grant is not None:
             if grant.load is None:
+                if (reuse := self.sessions.reuse) is not None:
+                    self.sessions.asked(reuse, grant)
                 lease, matched_tokens, host_tokens, slots, _, shares, reaches = grant
                 told = _told(shares) if shares else ()
                 self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, None, told, reaches))
