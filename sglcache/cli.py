@@ -745,6 +745,7 @@ LAZY = (
     ("sglcache.commands.doctor:doctor", "doctor", "Look for what is wrong with the machine and the daemon."),
     ("sglcache.commands.check:check", "check", "What a configuration takes, or what is wrong."),
     ("sglcache.commands.config:config", "config", "What a daemon would run with, every key."),
+    ("sglcache.commands.explain:explain", "explain", "Why a prompt is a hit as far as it is, and no farther."),
     ("sglcache.commands.fsck:fsck", "fsck", "Prove that a running daemon is what it says it is."),
     ("sglcache.commands.plan:plan", "plan", "Would more memory help? Of a daemon, or of a trace."),
     ("sglcache.commands.purge:purge", "purge", "Remove the host tier that outlived its daemon."),

@@ -765,6 +765,9 @@ class ObserveConfig(Section):
         default=16384, ge=0, le=1 << 20, description="Runs of pages that left a tier, for `sglcache explain`."
     )
     requests: int = Field(default=4096, ge=0, le=1 << 20, description="Acquires, for `sglcache explain --request`.")
+    max_size: Annotated[Size, Field(ge=1 << 16)] = Field(  # type: ignore[assignment]  # as a file has it
+        default="64 MiB", description="Bytes that each of these two keeps at most, of tokens above all; then fewer are."
+    )
     reuse_sample_tokens: int = Field(
         default=8192,
         ge=0,

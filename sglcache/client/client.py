@@ -134,6 +134,8 @@ class AcquireOptions(NamespaceOptions, total=False):
     """So many slots of the lease's own for states, where the model has any: `Lease.mamba.slots`."""
     wait_s: float | None
     """How long to wait for room that others hold, instead of NoSpace at once. None: as the daemon is configured."""
+    request_id: str | None
+    """What you call this request: `sglcache explain --request` finds it by that."""
 
 
 class Prefetched(NamedTuple):
@@ -678,6 +680,30 @@ class Client(Member):
         with self._connection.lock:
             return self._call(control.Reuse(self._connection.number()))
 
+    def explain(
+        self, tokens: Tokens, *, limit: int | None = None, **namespace: Unpack[NamespaceOptions]
+    ) -> dict[str, Any]:
+        """Why so much of `tokens` would be a hit now, and no more: facts, and `words` of them. See docs/explain.md."""
+        packed = pack(tokens)
+        _check_names("explain", {**namespace, "limit": limit}, (*_NAMESPACE, "limit"))
+        checked = _checked({**namespace, "limit": limit})
+        with self._connection.lock:
+            return self._call(control.Explain(self._connection.number(), packed, **checked))
+
+    def explain_request(self, request_id: str) -> dict[str, Any]:
+        """The same of an acquire of before, as of then: by its `request_id`, or by "#" and the daemon's number of it.
+
+        BadRequest: it is not remembered (any more)."""
+        checked = _checked({"name": request_id})
+        with self._connection.lock:
+            return self._call(control.Explain(self._connection.number(), **checked))
+
+    def last_requests(self, count: int = 20) -> list[dict[str, Any]]:
+        """The last acquires, the newest first. BadRequest: none are remembered."""
+        checked = _checked({"last": count})
+        with self._connection.lock:
+            return list(self._call(control.Explain(self._connection.number(), **checked))["requests"])
+
     def check(self, name: str) -> dict[str, Any]:
         """Have the live rank prove one of `control.CHECKS`: see `sglcache.client.fsck`. BadRequest: there is none."""
         with self._connection.lock:
@@ -1073,6 +1099,7 @@ _TEXTS = {
     "extra_key": control.MAX_SALT,
     "cache_salt": control.MAX_SALT,
     "session_id": control.MAX_NAME,
+    "request_id": control.MAX_NAME,
     "tenant": control.MAX_NAME,
     **dict.fromkeys(("device_floor", "device_ceiling", "host_floor", "host_ceiling"), control.MAX_NAME),
     "owner": control.MAX_NAME,

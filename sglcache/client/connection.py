@@ -67,6 +67,7 @@ Request: TypeAlias = (
     | control.Dump
     | control.Digest
     | control.Reuse
+    | control.Explain
     | control.Announce
     | control.Check
     | control.EvictSession

@@ -25,7 +25,7 @@ class Asked:
     limit: int | None
     at: float
     departures: int = 0  # before the match, or before now
-    waits_for: str | None = None  # room, copy, third_tier: what it had to wait for first
+    waits_for: str | None = None  # see `Index.waits_for`
     answered_at: float | None = None
     outcome: str = "waiting"  # granted, or the code of the error
     device_tokens: int = 0

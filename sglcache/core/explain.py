@@ -35,7 +35,6 @@ class Question(NamedTuple):
     tokens: bytes
     namespace: Namespace
     limit: int | None = None
-    tenant: str | None = None
     page_bytes: int = 0  # of a page of the host's pool, all shards together; 0: nobody said
     asked: Asked | None = None
 
@@ -437,7 +436,7 @@ def _of_request(request: dict[str, Any]) -> str:
     what = {"granted": "granted", "waiting": "waiting still"}.get(request["outcome"], f"refused: {request['outcome']}")
     waited = ""
     if request["waited_for"]:
-        for_what = {"room": "room", "copy": "room that copies held", "third_tier": "the third tier"}
+        for_what = {"room": "room", "making_room": "pages to go", "third_tier": "the third tier"}
         waited = f", waited {_span(request['waited_s'])} for {for_what[request['waited_for']]}"
     return f"{name}: {_span(request['ago_s'])} ago, session {request['session']}{tenant}: {what}{waited}"
 

@@ -814,6 +814,16 @@ class Index:
                 return True
         return self.l3 is not None and self.l3.withdraw(s, request, error)
 
+    def waits_for(self, session: SessionId, request: int) -> str:
+        """What a command of the session that is not answered waits for: third_tier, room (that others lock), or
+        making_room."""
+        if self.l3 is not None and self.l3.waits(session, request):
+            return "third_tier"
+        s = self.sessions.get(session)
+        if s is not None and any(standing.request == request for standing in self.line.of(s)):
+            return "room"
+        return "making_room"
+
     def commit(
         self,
         session: SessionId,

@@ -34,7 +34,7 @@ from sglcache.core.key import Namespace
 from sglcache.core.slots import SLOT_BYTES
 from sglcache.core.tenants import Tally
 from sglcache.errors import SglcacheError
-from sglcache.units import TicketId, Tier
+from sglcache.units import SessionId, TicketId, Tier
 
 if TYPE_CHECKING:
     from sglcache.core.encoding import Extras
@@ -805,6 +805,14 @@ class L3:
     def session_ended(self, session: Session) -> None:
         for prefetch in list(self.prefetches):
             self._leave(prefetch, lambda waiter: waiter.session is session)
+
+    def waits(self, session: SessionId, request: int) -> bool:
+        """Whether this request waits for a prefetch."""
+        return any(
+            waiter.request == request and waiter.session.id == session
+            for prefetch in self.prefetches
+            for waiter in prefetch.waiters
+        )
 
     def withdraw(self, session: Session, request: int, error: SglcacheError) -> bool:
         """Whether this request waits here; then it does so no longer, and is answered with the error."""

@@ -36,6 +36,7 @@ from sglcache.server.channel import Answer as RankAnswer
 from sglcache.server.channel import Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
 from sglcache.server.child import Child
 from sglcache.server.collector import Collector
+from sglcache.server.explaining import Explaining
 from sglcache.server.limits import Limits
 from sglcache.server.listener import Listener, Peer
 from sglcache.server.loads import Loads
@@ -83,6 +84,10 @@ def commands() -> list[control.Frame]:
         control.Acquire(21, TOKENS, tenant="t", wait_s=0.01),
         control.Extend(22, [control.Extension(1, TOKENS)], 0.01),
         control.Reuse(23),
+        control.Acquire(24, TOKENS, request_id="mine"),
+        control.Explain(25, TOKENS, "l", None, None, 40),
+        control.Explain(26, name="mine"),
+        control.Explain(27, last=3),
     ]
 
 
@@ -166,7 +171,7 @@ class Commands(Decoder):
         self.now = 0.0
         numbers = self.numbers = Numbers(self.folder / "state.json", lambda: 1)
         index = self.index = Index(
-            IndexConfig(page_size=PAGE, num_pages=PAGES, host_pages=2 * PAGES, first_seq=numbers.first)
+            IndexConfig(page_size=PAGE, num_pages=PAGES, host_pages=2 * PAGES, first_seq=numbers.first, departures=16)
         )
         self.copies: list[Copy] = []
         self.owner = Owner(
@@ -189,6 +194,7 @@ class Commands(Decoder):
             lambda _: {},
             dict,
             Limits(LimitsConfig()),
+            Explaining(self.owner, 8, 1 << 16),
             lambda name, written: [],
             self.checks,
             Reuse(self.index.keys, 1, 64, 3600.0),

@@ -12,6 +12,7 @@ read along (DNS rebinding).
 from __future__ import annotations
 
 import ipaddress
+import struct
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -20,10 +21,31 @@ from msgspec import Meta, Struct
 
 from sglcache.errors import BadRequest
 from sglcache.server.channel import About
+from sglcache.wire import control
 
 
 class Params(Struct, forbid_unknown_fields=True):
     """Of a question without parameters; others have fields."""
+
+    def told(self) -> dict[str, Any]:
+        """As the rank takes them."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+class Explain(Params):
+    """One of tokens (of a POST), request and last."""
+
+    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 32)]] = []
+    lora: control.Name | None = None
+    extra_key: control.Salt | None = None
+    cache_salt: control.Salt | None = None
+    limit: control.U31 | None = None
+    request: control.Name | None = None
+    last: control.U31 = 0
+
+    def told(self) -> dict[str, Any]:
+        return {**super().told(), "tokens": struct.pack(f"<{len(self.tokens)}I", *self.tokens)}
 
 
 class Question(NamedTuple):
@@ -60,6 +82,7 @@ API: dict[str, Question] = {
     "node": Question("node", NodeParams),
     "find": Question("find", FindParams),
     "reuse": Question("reuse"),
+    "explain": Question("explain", Explain),
 }
 
 MAX_BODY_BYTES = 4 << 20
@@ -86,7 +109,7 @@ def _read(name: str, fields: dict[str, Any], strict: bool) -> tuple[Question, in
     if (question := API.get(name)) is None:
         raise BadRequest(f"there is no /api/{name}; there are {', '.join(sorted(API))}")
     rank = _convert(name, fields.pop("rank", 0), int, strict)
-    return question, rank, msgspec.to_builtins(_convert(name, fields, question.params, strict))
+    return question, rank, _convert(name, fields, question.params, strict).told()
 
 
 def _convert(name: str, value: Any, to: type[T], strict: bool) -> T:

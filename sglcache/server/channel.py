@@ -27,6 +27,7 @@ from msgspec import Meta, Struct
 from sglcache.server.numbers import MAX_NUMBER
 from sglcache.server.plan import Seat
 from sglcache.server.watch import Trouble
+from sglcache.wire import control
 
 logger = logging.getLogger("sglcache.channel")
 
@@ -35,7 +36,7 @@ MAX_LONG = 16 << 20  # bytes of a frame that goes as a descriptor; as on the con
 MAX_FDS = 253  # beside one frame: the kernel's SCM_MAX_FD
 
 
-About: TypeAlias = Literal["facts", "digest", "metrics", "reuse", "live", "tree", "node", "find"]
+About: TypeAlias = Literal["facts", "digest", "metrics", "reuse", "live", "tree", "node", "find", "explain"]
 
 
 class Frame(Struct, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -62,6 +63,18 @@ class Ask(Frame):
     question: int
     about: About
     params: dict[str, Any] = {}
+
+
+class Explain(Struct, forbid_unknown_fields=True):
+    """Parameters of "explain": see `control.Explain`; `request` is its `name`."""
+
+    tokens: bytes = b""  # uint32
+    lora: control.Name | None = None
+    extra_key: control.Salt | None = None
+    cache_salt: control.Salt | None = None
+    limit: control.U31 | None = None
+    request: control.Name | None = None
+    last: control.U31 = 0
 
 
 class Drain(Frame):

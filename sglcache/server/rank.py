@@ -39,11 +39,12 @@ from sglcache.core import invariants
 from sglcache.core.effects import Copy
 from sglcache.core.eviction import Policy
 from sglcache.core.index import Index, IndexConfig
+from sglcache.core.key import Namespace
 from sglcache.core.resources import Companion, MambaState, SlidingWindow
 from sglcache.core.restore import Survivors, restore
 from sglcache.core.tenants import TenantStats
 from sglcache.core.tiering import WritePolicy
-from sglcache.errors import ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
+from sglcache.errors import BadRequest, ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.engine import CopyEngine, Done, Loaded, LoadPlace, Transfer, ways_of
 from sglcache.memory.filling import Filler
@@ -56,8 +57,22 @@ from sglcache.memory.rings import LoadRing
 from sglcache.net.publisher import Publisher
 from sglcache.server import checks, latencies, logs, metrics, reuse
 from sglcache.server.allocator import keep_large_buffers
-from sglcache.server.channel import Answer, Ask, Beat, Channel, Drain, Failed, Keep, Ready, Refusal, Start, Tenants
+from sglcache.server.channel import (
+    Answer,
+    Ask,
+    Beat,
+    Channel,
+    Drain,
+    Explain,
+    Failed,
+    Keep,
+    Ready,
+    Refusal,
+    Start,
+    Tenants,
+)
 from sglcache.server.collector import Collector
+from sglcache.server.explaining import Explaining
 from sglcache.server.keeping import JOURNAL, Keeper
 from sglcache.server.limits import Limits
 from sglcache.server.listener import Listener
@@ -322,6 +337,8 @@ class Rank:
         try:
             while (heard := self._channel.receive()) is not None:
                 match heard[0]:
+                    case Ask(question, "explain", params):
+                        self._explain(question, params)
                     case Ask():
                         self._channel.send(self._answer(heard[0]))
                     case Drain():
@@ -349,7 +366,28 @@ class Rank:
         try:
             return Answer(ask.question, tell(**ask.params))
         except SglcacheError as exc:
-            return Answer(ask.question, None, Refusal(exc.code, exc.message, exc.facts))
+            return Answer(ask.question, None, _refusal(exc))
+
+    def _explain(self, question: int, params: Mapping[str, Any]) -> None:
+        """The one answer that takes several turns."""
+        sessions, who = self.parts.sessions, object()
+
+        def done(told: dict[str, Any] | SglcacheError) -> None:
+            sessions.limits.end(who, "explain")
+            answer = Answer(question, None, _refusal(told)) if isinstance(told, SglcacheError) else None
+            self._channel.send(answer or Answer(question, told))
+
+        try:
+            c = msgspec.convert(params, Explain)
+            namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
+            steps = sessions.explaining.steps(c.tokens, namespace, c.limit, c.request, c.last)
+            sessions.limits.begin(who, "explain")
+        except msgspec.ValidationError as exc:
+            self._channel.send(Answer(question, None, _refusal(BadRequest(str(exc)))))
+        except SglcacheError as exc:
+            self._channel.send(Answer(question, None, _refusal(exc)))
+        else:
+            sessions.explaining.drive(steps, done, lambda: True)
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._parts is not None:
@@ -532,7 +570,7 @@ def _companion(form: CompanionForm, config: Config) -> Companion:
 def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
     """Construct a rank. ConfigError, with nothing left open, if it can't be had."""
     config, shape, seat = rank.config, rank.geometry, rank.seat
-    events = config.events
+    events, observe = config.events, config.observe
     with contextlib.ExitStack() as undo:
         numbers = _numbers(config, rank.socket, seat.offset, rank.floor)
         undo.callback(numbers.close)
@@ -578,6 +616,8 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 max_leases=config.limits.max_leases_per_session,
                 max_pinned_fraction=config.limits.max_pinned_fraction,
                 max_pins=config.limits.max_pins,
+                departures=observe.departures,
+                departed_bytes=observe.max_size,
             )
         )
         index.now = loop.time()
@@ -663,6 +703,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             rank.status,
             rank.digest,
             limits,
+            Explaining(owner, observe.requests, observe.max_size, shape.page_bytes * shape.num_parts),
             rank.set_tenant,
             rank.checks,
             reuse.made(config, index),
@@ -706,6 +747,10 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         keeper,
         looking,
     )
+
+
+def _refusal(error: SglcacheError) -> Refusal:
+    return Refusal(error.code, error.message, error.facts)
 
 
 def _journal(rank: Rank, keeper: Keeper) -> tuple[Journal | None, Survivors | None]:

@@ -17,6 +17,7 @@ same child keeps it open, so it is closed from here.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import select
@@ -30,6 +31,7 @@ import msgspec
 import numpy as np
 
 from sglcache.core import invariants
+from sglcache.core.asked import Asked
 from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Share, Wake
 from sglcache.core.histograms import Histogram
 from sglcache.core.holdings import Holding, holdings
@@ -53,6 +55,7 @@ from sglcache.memory.engine import LoadPlace
 from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
 from sglcache.server.checks import Check, NotHere, NotNow
 from sglcache.server.connection import Connection, Handlers
+from sglcache.server.explaining import Explaining
 from sglcache.server.limits import Limits
 from sglcache.server.listener import (
     NONE_LEFT,
@@ -142,6 +145,7 @@ class Member(Connection):
         super().__init__(sessions.owner, sessions.limits.config)
         self.sessions = sessions
         self.index: Index = sessions.owner.index
+        self.explaining = sessions.explaining
         self.role = hello.role
         self.name = hello.client
         self.pid = peer.pid
@@ -191,24 +195,34 @@ class Member(Connection):
         if third is not None:
             fetch = third.until(c.prefetch, c.prefetch_timeout_s, len(c.tokens) >> 2, now)
             fetch = self.sessions.limits.until(fetch, now)
-        request = c.request
-        grant = self.index.acquire(
-            self.id,
-            request,
-            c.tokens,
-            namespace,
-            limit=c.limit,
-            reserve=c.reserve,
-            exact=c.exact,
-            room=c.room,
-            session_id=c.session_id,
-            priority=c.priority,
-            fetch=fetch,
-            spare=c.spare,
-            patience=self.sessions.limits.patience(c.wait_s, now),
-            tenant=c.tenant,
-        )
+        request, asked = c.request, None
+        if (acquires := self.explaining.acquires) is not None:
+            limit = c.limit if c.exact is None else c.exact
+            asked = acquires.add(c.request_id, self.id, c.tenant, namespace, c.tokens, limit, now)
+        try:
+            grant = self.index.acquire(
+                self.id,
+                request,
+                c.tokens,
+                namespace,
+                limit=c.limit,
+                reserve=c.reserve,
+                exact=c.exact,
+                room=c.room,
+                session_id=c.session_id,
+                priority=c.priority,
+                fetch=fetch,
+                spare=c.spare,
+                patience=self.sessions.limits.patience(c.wait_s, now),
+                tenant=c.tenant,
+            )
+        except SglcacheError as error:
+            if asked is not None:
+                self.explaining.refused(asked, error)
+            raise
         if grant is not None:
+            if asked is not None:
+                self.explaining.granted(asked, grant)
             if grant.load is None:
                 if (reuse := self.sessions.reuse) is not None:
                     self.sessions.asked(reuse, grant)
@@ -217,7 +231,10 @@ class Member(Connection):
                 self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, None, told, reaches))
             else:
                 self.granted(request, grant)
-        elif third is not None:
+            return
+        if acquires is not None and asked is not None:
+            acquires.wait(asked, request, self.index.waits_for(self.id, request))
+        if third is not None:
             self.owner.third_asked()
         else:
             self.owner.pins_changed()
@@ -457,6 +474,26 @@ class Member(Connection):
     def reuse(self, c: control.Reuse) -> None:
         self.reply(control.Done(c.request, self.sessions.forecast()))
 
+    def explain(self, c: control.Explain) -> None:
+        namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
+        steps = self.explaining.steps(c.tokens, namespace, c.limit, c.name, c.last)
+        self.sessions.limits.begin(self, "explain")
+        self.explaining.drive(steps, functools.partial(self.explained, c.request), self.hears)
+
+    def explained(self, request: int, told: dict[str, Any] | SglcacheError) -> None:
+        self.sessions.limits.end(self, "explain")
+        if isinstance(told, SglcacheError):
+            self.fail(request, told)
+        else:
+            self.reply(control.Done(request, told))
+        self.owner.end_turn()
+
+    def hears(self) -> bool:
+        """Whether an answer still has somebody to go to."""
+        if self.lost:
+            self.sessions.limits.end(self, "explain")
+        return not self.lost
+
     def set_tenant(self, c: control.SetTenant) -> None:
         limits = {key: getattr(c, key) for key in KEYS}
         written = {key: value for key, value in limits.items() if value is not None}
@@ -528,6 +565,7 @@ _LOOKING: Handlers[Member] = {
     control.Dump: Member.dump,
     control.Digest: Member.digest,
     control.Reuse: Member.reuse,
+    control.Explain: Member.explain,
     control.Check: Member.check,
     control.Bye: Member.bye,
 }
@@ -580,6 +618,7 @@ class Sessions:
         status: Callable[[bool], dict[str, Any]],
         digest: Callable[[], dict[str, Any]],
         limits: Limits,
+        explaining: Explaining,
         set_tenant: Callable[[str, Mapping[str, int | str]], list[dict[str, Any]]],
         checks: Callable[[], Mapping[str, Check]] = dict,
         reuse: Reuse | None = None,
@@ -587,6 +626,7 @@ class Sessions:
     ) -> None:
         """`reuse`: who follows what is asked for, told by `forecast`."""
         self.owner = owner
+        self.explaining = explaining
         self.limits = limits
         self.load_ring = load_ring
         self.offer = offer
@@ -783,6 +823,8 @@ class Sessions:
                 member.handlers = ENDED[member.role]
         index = self.owner.index
         index.end_session(session.id, why)
+        if (acquires := self.explaining.acquires) is not None:
+            acquires.session_ended(session.id)
         if not session.is_runner:
             for shard in range(session.num_shards):
                 if shard not in session.workers:  # it never came: nobody can be using it
@@ -942,13 +984,22 @@ class Sessions:
             told = _told(shares) if shares else ()
             member.reply(control.CommitDone(wake.request, tokens, first_page, slots, num_duplicates, reply, told))
         elif isinstance(result, Grant):
+            if (asked := self._answered(wake)) is not None:
+                self.explaining.granted(asked, result)
             member.granted(wake.request, result)
         elif isinstance(result, Extended):
             member.extended(wake.request, result)
         elif isinstance(result, Prefetched):
             member.reply(control.Done(wake.request, result._asdict()))
         else:
+            if (asked := self._answered(wake)) is not None:
+                self.explaining.refused(asked, result)
             member.fail(wake.request, result)
+
+    def _answered(self, wake: Wake) -> Asked | None:
+        """The acquire that waited for this, if acquires are remembered."""
+        acquires = self.explaining.acquires
+        return None if acquires is None else acquires.answered(wake.session, wake.request)
 
     def asked(self, reuse: Reuse, grant: Grant) -> None:
         """A granted acquire, for who follows what is asked for."""

@@ -183,6 +183,7 @@ class Acquire(Frame):
     prefetch_timeout_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] | None = None  # instead of the daemon's
     spare: Spare = ()
     wait_s: Wait = None
+    request_id: Name | None = None  # what the client calls it: `Explain` finds it by that
 
 
 class Extension(NamedTuple):
@@ -334,6 +335,20 @@ class Reuse(Frame):
     request: U63
 
 
+class Explain(Frame):
+    """Why so much of `tokens` is a hit, and no more; or of an earlier acquire, by the `name` that its request_id gave
+    it or as "#" and the daemon's number of it; or a list of the `last` ones. See core.explain."""
+
+    request: U63
+    tokens: Tokens = b""
+    lora: Name | None = None
+    extra_key: Salt | None = None
+    cache_salt: Salt | None = None
+    limit: U31 | None = None
+    name: Name | None = None
+    last: U31 = 0
+
+
 class Announce(Frame):
     """Tell all that is cached anew on the stream, for subscribers that can't ask for a replay."""
 
@@ -407,6 +422,7 @@ Command = (
     | Dump
     | Digest
     | Reuse
+    | Explain
     | Announce
     | Check
     | Bye
