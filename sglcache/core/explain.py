@@ -425,7 +425,7 @@ def in_words(facts: dict[str, Any]) -> list[str]:
     else:
         lines += _of_missing(facts, missing)
     if (other := facts.get("device_missing")) is not None:
-        lines.append(f"page {other['page']:,} left the device: {_of_entry(other['left'])}")
+        lines.append(f"page {other['page']:,} {_of_entry(other['left'])}")
     lines += [f"would help: {each}" for each in facts["advice"]]
     return lines[:12]
 
@@ -461,7 +461,7 @@ def _of_missing(facts: dict[str, Any], missing: dict[str, Any]) -> list[str]:
         behind = "".join(f", {name} {reach:,}" for name, reach in missing["reaches"].items())
         reach = f": full KV reaches {missing['full_tokens']:,} tokens{behind}" if behind else ""
         lines.append(f"{page} is cached, and no match can end there{reach}")
-        lines += [f"  {entry['resource']} left the {_of_entry(entry)}" for entry in missing["left"]]
+        lines += [f"  {entry['resource']} {_of_entry(entry)}" for entry in missing["left"]]
     elif why == "unknown":
         lines.append(f"{page} is not cached; why is not known: observe.departures is 0")
     elif why == "never":
@@ -477,7 +477,7 @@ def _of_missing(facts: dict[str, Any], missing: dict[str, Any]) -> list[str]:
             lines.append(f"  the whole cache was cleared {_span(known['cleared_s'])} ago")
     else:
         *earlier, last = missing["left"]
-        lines.append(f"{page} {_of_entry(last)}")
+        lines += [f"{page} {_of_entry(last)}", f"  {_of_run(last)}"]
         lines += [f"  before that it {_of_entry(entry)}" for entry in earlier]
         if why == "not_loaded":
             lines.append("  the host had it, and it was not loaded: host.load_back_threshold or load_back_quota")
@@ -502,8 +502,6 @@ def _of_missing(facts: dict[str, Any], missing: dict[str, Any]) -> list[str]:
 
 def _of_entry(entry: dict[str, Any]) -> str:
     tier, ago = entry["tier"].lower(), _span(entry["ago_s"])
-    idle = f"{_span(entry['idle_s'])} after its last use, {_span(entry['age_s'])} after it came"
-    run = f"in a run of {entry['pages']:,} page{'s' if entry['pages'] != 1 else ''}, {idle}"
     if entry["reason"] == "cleared":
         return f"was cleared from the {tier} {ago} ago"
     if entry["reason"] == "corrupt":
@@ -527,9 +525,15 @@ def _of_entry(entry: dict[str, Any]) -> str:
     other = ""
     if entry["kept"]:
         other = " (the host kept it)" if tier == "device" else " (the device kept it)"
-    hits = "" if entry["hits"] is None else f", {entry['hits']} hit{'s' if entry['hits'] != 1 else ''}"
     policy = f", policy {entry['policy']}" if entry["policy"] else ""
-    return f"was evicted from the {tier} {ago} ago{by}{policy}{other}, {run}{hits}"
+    return f"was evicted from the {tier} {ago} ago{by}{policy}{other}"
+
+
+def _of_run(entry: dict[str, Any]) -> str:
+    pages, hits = entry["pages"], entry["hits"]
+    words = f"{pages:,} pages went at once" if pages > 1 else "it went alone"
+    words += f", {_span(entry['idle_s'])} after the last use, {_span(entry['age_s'])} after it came"
+    return words if hits is None else f"{words}, with {hits} {'hits' if hits != 1 else 'hit'}"
 
 
 def _of_never(never: dict[str, Any]) -> str:

@@ -104,6 +104,7 @@ class IndexConfig:
     max_pinned_fraction: float = 1.0  # of a tier's pages, that pins may keep from eviction
     max_pins: int = 1 << 16  # of one session
     evict_slice: int = 500  # victims of lru that a call may take, a third of others': 1 ms, 2 where memory is cold
+    now: float = 0.0  # see `Index.now`
     departures: int = 0  # runs of pages that left a tier, and are remembered for `explain`
     departed_bytes: int = 64 << 20  # of tokens and digests, that these keep
     cut_slice: int = 15_000  # units of about 0.1 µs that a cut may take at once: 2 ms
@@ -317,6 +318,7 @@ class Index:
         self.tree = Tree(
             self.keys, list(self.resources), self.pools, policies, hits=write_policy.selective, shared=shared
         )
+        self.tree.now = config.now
         self.orders = self.tree.orders
         self.tenants: Tenants | None = None if config.tenants is None else Tenants(self, config.tenants)
         self._by_use = self.tree.facts.by_use

@@ -616,11 +616,11 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 max_leases=config.limits.max_leases_per_session,
                 max_pinned_fraction=config.limits.max_pinned_fraction,
                 max_pins=config.limits.max_pins,
+                now=loop.time(),
                 departures=observe.departures,
                 departed_bytes=observe.max_size,
             )
         )
-        index.now = loop.time()
         if journal is not None and survivors is not None:
             restored = restore(index, survivors)
             journal.taken(survivors, restored)
