@@ -33,6 +33,7 @@ from sglcache.memory.geometry import Geometry
 from sglcache.memory.rings import EventRing, LoadRing
 from sglcache.server import connection
 from sglcache.server.collector import Collector
+from sglcache.server.explaining import Explaining
 from sglcache.server.limits import Limits
 from sglcache.server.listener import Peer
 from sglcache.server.loads import Loads
@@ -133,7 +134,9 @@ class Served:
         config = Config()
         self.load_ring = LoadRing(1, 1)
         offer = Offer(1, "", Geometry.of(config).to_wire(), [], 0, 0, 0, 1, 1)
-        self.sessions = Sessions(self.owner, self.load_ring, offer, _facts, dict, Limits(config.limits), _refuse)
+        explaining = Explaining(self.owner, config.observe.requests, config.observe.max_size)
+        limits = Limits(config.limits)
+        self.sessions = Sessions(self.owner, self.load_ring, offer, _facts, dict, limits, explaining, _refuse)
         self.ring = EventRing(64)
         self.request = self.ticket = 0
         ours, self.socket = socket.socketpair()

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from sglcache.core.departures import Departures
+from sglcache.core.effects import Grant
 from sglcache.core.key import Namespace
+from sglcache.wire.control import Acquire
 
 
 @dataclass(slots=True, eq=False)
@@ -32,47 +35,72 @@ class Asked:
     host_tokens: int = 0
 
 
+# What is kept of one that was granted at once, as most are: the command, session, namespace, when, how many
+# runs of pages had left, tokens matched, and of these from the host.
+Entry = tuple[Acquire, int, Namespace, float, int, int, int]
+
+
 class Acquires:
     """Those of one index."""
 
-    def __init__(self, count: int, num_bytes: int) -> None:
+    def __init__(self, count: int, num_bytes: int, departures: Departures | None = None) -> None:
         """At most `count`, with `num_bytes` of tokens in all."""
         self.count = count
         self.max_bytes = num_bytes
         self.num_bytes = 0
         self.total = 0
-        self._ring: deque[Asked] = deque()
+        self._departures = departures
+        self._ring: deque[Entry | Asked] = deque()
         self._waiting: dict[tuple[int, int], Asked] = {}  # by session and its number of the command
 
     def __len__(self) -> int:
         return len(self._ring)
 
-    def add(
-        self,
-        name: str | None,
-        session: int,
-        tenant: str | None,
-        namespace: Namespace,
-        tokens: bytes,
-        limit: int | None,
-        at: float,
-    ) -> Asked:
+    def granted(self, c: Acquire, session: int, namespace: Namespace, at: float, grant: Grant) -> None:
+        """At once."""
+        departures = self._departures
+        total = 0 if departures is None else departures.total
+        self._ring.append((c, session, namespace, at, total, grant[1], grant[2]))
         self.total += 1
-        asked = Asked(self.total, name, session, tenant, namespace, tokens, limit, at)
-        self._ring.append(asked)
-        self.num_bytes += len(tokens)
+        self.num_bytes = num_bytes = self.num_bytes + len(c.tokens)
+        if num_bytes > self.max_bytes or len(self._ring) > self.count:
+            self._trim()
+
+    def _trim(self) -> None:
         while len(self._ring) > self.count or self.num_bytes > self.max_bytes:
-            self.num_bytes -= len(self._ring.popleft().tokens)
+            oldest = self._ring.popleft()
+            self.num_bytes -= len(oldest.tokens if isinstance(oldest, Asked) else oldest[0].tokens)
+
+    def refused(self, c: Acquire, session: int, namespace: Namespace, at: float, code: str) -> None:
+        """At once."""
+        asked = self._add(c, session, namespace, at)
+        asked.outcome, asked.answered_at = code, at
+
+    def waits(self, c: Acquire, session: int, namespace: Namespace, at: float, what: str) -> None:
+        """It is answered later."""
+        self._waiting[session, c.request] = asked = self._add(c, session, namespace, at)
+        asked.waits_for = what
+
+    def _add(self, c: Acquire, session: int, namespace: Namespace, at: float) -> Asked:
+        self.total += 1
+        limit = c.limit if c.exact is None else c.exact
+        asked = Asked(self.total, c.request_id, session, c.tenant, namespace, c.tokens, limit, at)
+        self._ring.append(asked)
+        self.num_bytes += len(c.tokens)
+        self._trim()
         return asked
 
-    def wait(self, asked: Asked, request: int, what: str) -> None:
-        """It is answered later."""
-        asked.waits_for = what
-        self._waiting[asked.session, request] = asked
-
-    def answered(self, session: int, request: int) -> Asked | None:
-        """Which of those that wait this is the answer to; None: to none of them."""
-        return self._waiting.pop((session, request), None) if self._waiting else None
+    def answered(self, session: int, request: int, at: float, grant: Grant | None, code: str = "granted") -> None:
+        """To one that waits, if it is remembered."""
+        asked = self._waiting.pop((session, request), None)
+        if asked is None:
+            return
+        asked.outcome, asked.answered_at = code, at
+        if self._departures is not None:
+            asked.departures = self._departures.total
+        if grant is not None:
+            asked.host_tokens = grant.host_tokens
+            asked.device_tokens = grant.matched_tokens - grant.host_tokens
 
     def session_ended(self, session: int) -> None:
         """Nobody is answered any more."""
@@ -81,12 +109,28 @@ class Acquires:
 
     def find(self, name: str) -> Asked | None:
         """The last one of that name, or of our number, as "#7"; None: there is none, or none any more."""
-        number = int(name[1:]) if name[:1] == "#" and name[1:].isascii() and name[1:].isdigit() else 0
-        for asked in reversed(self._ring):
-            if asked.name == name or asked.number == number:
-                return asked
+        digits = name[1:] if name[:1] == "#" else ""
+        if digits.isascii() and digits.isdigit() and len(digits) < 20:
+            back = self.total - int(digits)
+            if 0 <= back < len(self._ring):
+                return self._at(back)
+        for back, entry in enumerate(reversed(self._ring)):
+            if (entry.name if isinstance(entry, Asked) else entry[0].request_id) == name:
+                return self._at(back)
         return None
 
     def last(self, count: int) -> list[Asked]:
         """The newest first."""
-        return [self._ring[-1 - i] for i in range(min(count, len(self._ring)))]
+        return [self._at(back) for back in range(min(count, len(self._ring)))]
+
+    def _at(self, back: int) -> Asked:
+        """The newest but so many."""
+        entry = self._ring[-1 - back]
+        if isinstance(entry, Asked):
+            return entry
+        c, session, namespace, at, departures, matched, host = entry
+        limit = c.limit if c.exact is None else c.exact
+        asked = Asked(self.total - back, c.request_id, session, c.tenant, namespace, c.tokens, limit, at, departures)
+        asked.outcome, asked.answered_at = "granted", at
+        asked.host_tokens, asked.device_tokens = host, matched - host
+        return asked

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any
 
-from sglcache.core.asked import Acquires, Asked
-from sglcache.core.effects import Grant
+from sglcache.core.asked import Acquires
 from sglcache.core.explain import Question, explain
 from sglcache.core.key import Namespace
 from sglcache.errors import BadRequest, SglcacheError
@@ -26,24 +25,7 @@ class Explaining:
         self.owner = owner
         self.index = owner.index
         self._host_page_bytes = host_page_bytes
-        self.acquires: Acquires | None = Acquires(requests, num_bytes) if requests else None
-
-    # -- what happens to an acquire -------------------------------------------------------------------------------
-
-    def granted(self, asked: Asked, grant: Grant) -> None:
-        """It is answered, now."""
-        departures = self.index.departures
-        asked.departures = 0 if departures is None else departures.total
-        asked.outcome = "granted"
-        asked.answered_at = self.index.now
-        asked.host_tokens = grant.host_tokens
-        asked.device_tokens = grant.matched_tokens - grant.host_tokens
-
-    def refused(self, asked: Asked, error: SglcacheError) -> None:
-        asked.outcome = error.code
-        asked.answered_at = self.index.now
-
-    # -- questions ------------------------------------------------------------------------------------------------
+        self.acquires: Acquires | None = Acquires(requests, num_bytes, owner.index.departures) if requests else None
 
     def steps(
         self,

@@ -31,7 +31,6 @@ import msgspec
 import numpy as np
 
 from sglcache.core import invariants
-from sglcache.core.asked import Asked
 from sglcache.core.effects import Committed, Extended, Grant, Prefetched, Released, Share, Wake
 from sglcache.core.histograms import Histogram
 from sglcache.core.holdings import Holding, holdings
@@ -146,6 +145,7 @@ class Member(Connection):
         self.sessions = sessions
         self.index: Index = sessions.owner.index
         self.explaining = sessions.explaining
+        self.acquires = sessions.explaining.acquires
         self.role = hello.role
         self.name = hello.client
         self.pid = peer.pid
@@ -195,10 +195,7 @@ class Member(Connection):
         if third is not None:
             fetch = third.until(c.prefetch, c.prefetch_timeout_s, len(c.tokens) >> 2, now)
             fetch = self.sessions.limits.until(fetch, now)
-        request, asked = c.request, None
-        if (acquires := self.explaining.acquires) is not None:
-            limit = c.limit if c.exact is None else c.exact
-            asked = acquires.add(c.request_id, self.id, c.tenant, namespace, c.tokens, limit, now)
+        request, acquires = c.request, self.acquires
         try:
             grant = self.index.acquire(
                 self.id,
@@ -217,12 +214,12 @@ class Member(Connection):
                 tenant=c.tenant,
             )
         except SglcacheError as error:
-            if asked is not None:
-                self.explaining.refused(asked, error)
+            if acquires is not None:
+                acquires.refused(c, self.id, namespace, now, error.code)
             raise
         if grant is not None:
-            if asked is not None:
-                self.explaining.granted(asked, grant)
+            if acquires is not None:
+                acquires.granted(c, self.id, namespace, now, grant)
             if grant.load is None:
                 if (reuse := self.sessions.reuse) is not None:
                     self.sessions.asked(reuse, grant)
@@ -232,8 +229,8 @@ class Member(Connection):
             else:
                 self.granted(request, grant)
             return
-        if acquires is not None and asked is not None:
-            acquires.wait(asked, request, self.index.waits_for(self.id, request))
+        if acquires is not None:
+            acquires.waits(c, self.id, namespace, now, self.index.waits_for(self.id, request))
         if third is not None:
             self.owner.third_asked()
         else:
@@ -984,22 +981,17 @@ class Sessions:
             told = _told(shares) if shares else ()
             member.reply(control.CommitDone(wake.request, tokens, first_page, slots, num_duplicates, reply, told))
         elif isinstance(result, Grant):
-            if (asked := self._answered(wake)) is not None:
-                self.explaining.granted(asked, result)
+            if (acquires := self.explaining.acquires) is not None:
+                acquires.answered(wake.session, wake.request, self.owner.index.now, result)
             member.granted(wake.request, result)
         elif isinstance(result, Extended):
             member.extended(wake.request, result)
         elif isinstance(result, Prefetched):
             member.reply(control.Done(wake.request, result._asdict()))
         else:
-            if (asked := self._answered(wake)) is not None:
-                self.explaining.refused(asked, result)
+            if (acquires := self.explaining.acquires) is not None:
+                acquires.answered(wake.session, wake.request, self.owner.index.now, None, result.code)
             member.fail(wake.request, result)
-
-    def _answered(self, wake: Wake) -> Asked | None:
-        """The acquire that waited for this, if acquires are remembered."""
-        acquires = self.explaining.acquires
-        return None if acquires is None else acquires.answered(wake.session, wake.request)
 
     def asked(self, reuse: Reuse, grant: Grant) -> None:
         """A granted acquire, for who follows what is asked for."""

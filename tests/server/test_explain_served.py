@@ -16,9 +16,12 @@ import pytest
 from sglcache.client import Client
 from sglcache.commands.explain import read, tokens_of
 from sglcache.core.asked import Acquires
+from sglcache.core.effects import Grant
 from sglcache.core.key import ROOT
 from sglcache.errors import BadRequest, NoSpace
 from sglcache.testing.daemon import Daemon
+from sglcache.units import LeaseId
+from sglcache.wire import control
 
 pytestmark = pytest.mark.daemons
 
@@ -192,13 +195,24 @@ def test_tokens_are_read_in_every_form(tmp_path: Path) -> None:
 def test_acquires_are_bounded_in_number_and_bytes() -> None:
     ring = Acquires(3, 100)
     for n in range(5):
-        asked = ring.add(f"r{n}", 1, None, ROOT, bytes(40), None, float(n))
-        ring.wait(asked, n, "room")
+        ring.waits(control.Acquire(n, bytes(40), request_id=f"r{n}"), 1, ROOT, float(n), "room")
     assert (len(ring), ring.num_bytes) == (2, 80)
     assert ring.find("r2") is None
     assert ring.find("#5") is ring.find("r4")
-    assert ring.find("#") is ring.find("5") is None
-    assert ring.answered(1, 4) is ring.find("r4")
-    assert ring.answered(1, 4) is ring.answered(2, 3) is None
+    assert ring.find("#") is ring.find("5") is ring.find("#3") is ring.find("#6") is ring.find("#" + "9" * 99) is None
+    grant = Grant(LeaseId(1), 8, 4, b"", None)
+    ring.answered(1, 4, 7.0, grant)
+    ring.answered(1, 4, 8.0, None, "no_space")  # nobody waits for it
+    ring.answered(2, 3, 8.0, None, "no_space")
     ring.session_ended(1)
-    assert [asked.outcome for asked in ring.last(9)] == ["waiting", "session_ended"]
+    assert [(asked.outcome, asked.answered_at) for asked in ring.last(9)] == [("granted", 7.0), ("session_ended", None)]
+    ring.granted(control.Acquire(9, bytes(40), limit=8, exact=4, request_id="r9"), 1, ROOT, 9.0, grant)
+    asked = ring.find("r9")
+    assert asked is not None
+    told = (asked.number, asked.limit, asked.outcome, asked.device_tokens, asked.host_tokens)
+    assert told == (6, 4, "granted", 4, 4)
+    assert (len(ring), ring.num_bytes) == (2, 80)
+    small = Acquires(3, 1 << 20)
+    for n in range(5):
+        small.granted(control.Acquire(n, bytes(4)), 1, ROOT, 9.0, grant)
+    assert (len(small), small.num_bytes, [each.number for each in small.last(5)]) == (3, 12, [5, 4, 3])
