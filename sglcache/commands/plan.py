@@ -114,7 +114,8 @@ def _show(whence: str, told: dict[str, Any]) -> None:
         for label, rates in (("measured", told["measured"]), ("simulated", told.get("simulated"))):
             if rates is not None:
                 click.echo(f"{label:<9} {_rates(rates)}")
-        click.echo(f"forecast  {_rates(told['forecast'])}; with room for everything {100 * told['ceiling']:.1f} %")
+        click.echo(f"forecast  {_rates(told['forecast'])}")
+        click.echo(f"ceiling   {100 * told['ceiling']:.1f} %, with room for everything")
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("tier")
         for name in ("more", "hit rate", "adds", "tokens/s", "on the device", "adds"):
