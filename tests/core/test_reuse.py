@@ -414,3 +414,46 @@ def test_a_verdict_says_which_tier_is_worth_it() -> None:
     nothing = forecast(Reuse(Keys(16), 64, 100, 60.0).curve(0.0), Sizes(128, page, 10, page, write_policy="write_back"))
     assert nothing["hit_rate"] == nothing["ceiling"] == 0.0
     assert nothing["measured"] is None
+
+
+def check_books(reuse: Reuse) -> None:
+    """Each followed page stands at one touch, and every sum over them is right."""
+    line, by_place = reuse._line, [0] * reuse._line.size
+    for touch in reuse._touch_of.values():
+        assert 0 <= line.head - touch < line.size
+        by_place[touch % line.size] += 1
+    assert line.low == by_place
+    assert sum(line.mid) == sum(line.top) == line.total == reuse.tracked <= reuse.max_pages
+    assert line.upto == sum(line.low[: line.head % line.size + 1])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_books_hold_whatever_comes_in_whatever_order(seed: int) -> None:
+    """Leases side by side, commits in pieces and late, texts that are gone, clears, a ring that is too small."""
+    draw = random.Random(seed)
+    keys = Keys(draw.choice((1, 4)), draw.random() < 0.3)
+    reuse = Reuse(keys, draw.choice((1, 2, 3, 8)), draw.choice((4, 10, 40)), 100.0, bits=draw.choice((2, EXACT)))
+    live: list[tuple[Run, list[int]]] = []
+    now = 0.0
+    for step in range(300):
+        now += draw.random() * 5
+        what = draw.random()
+        if what < 0.5 or not live:
+            tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 60))]
+            run = reuse.asked(packed(tokens), draw.choice((ROOT, Namespace("a"))), 0, 0, now)
+            live.append((run, tokens))
+        elif what < 0.85:
+            run, tokens = draw.choice(live)
+            tokens += [draw.randrange(2) for _ in range(draw.randrange(30))]
+            text = Text(packed(tokens))
+            since = text.since if draw.random() < 0.95 else lambda start: None
+            reuse.committed(run, draw.randrange(0, keys.whole(len(text.tokens)) + 1, keys.page_bytes), since, now)
+        elif what < 0.97:
+            live.remove(draw.choice(live))
+        elif what < 0.98:
+            reuse.clear()
+        else:
+            reuse.curve(now)
+        if step % 20 == 0:
+            check_books(reuse)
+    check_books(reuse)
