@@ -188,6 +188,13 @@ def test_sessions_are_in_the_order_of_the_key() -> None:
     assert [each["session"] for each in top.in_order(deepcopy(rows[::-1]), "session")] == [1, 2]
 
 
+def test_of_many_sessions_the_first_are_seen_and_the_others_counted() -> None:
+    many = [{**SESSION, "session": number, "leases": number} for number in range(60)]
+    seen = text(frame(THEN, Look(12.0, [row(sessions=many)])), View(sort="leases"))
+    assert "and 10 more" in seen
+    assert seen.count("llama (77)") == 50
+
+
 def test_where_it_is_no_terminal_it_prints_one_frame(
     lend: Callable[..., Daemon], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ MARKS = {"leased": "#", "fenced": "!", "locked": "=", "cached": "-"}  # where th
 SORTS = ("held", "leases", "waiting", "idle", "session")
 MAX_NOTES = 5
 MAX_COMMANDS = 4  # with their times
+MAX_SESSIONS = 50  # that are seen, first by the order; JSON has all
 
 
 BUCKET = "sglcache_command_seconds_bucket{"
@@ -395,11 +396,13 @@ def _sessions(rank: Facts, view: View) -> RenderableType:
     for name in names:
         mark = "*" if name == view.sort else ""
         table.add_column(name + mark, justify="left" if name == "members" else "right", no_wrap=True)
-    for row in in_order(rank["sessions"], view.sort):
+    for row in in_order(rank["sessions"], view.sort)[:MAX_SESSIONS]:
         idle = "" if row["idle_s"] is None else _span(row["idle_s"])
         counts = [f"{row[name]:,}" for name in ("leases", "waiting", "held", "fenced", "pinned_pages")]
         members = ", ".join(row["members"]) + (" ended" if row["ended"] else "")
         table.add_row(str(row["session"]), *counts, idle, members, style="yellow" if row["fenced"] else None)
+    if (left := len(rank["sessions"]) - MAX_SESSIONS) > 0:
+        table.caption = f"and {left:,} more"
     return table
 
 

@@ -81,6 +81,7 @@ def test_a_start_that_is_refused_is_a_line_of_json_too(tmp_path: Path) -> None:
     assert told["remedy"] == "did you mean pool.page_size?"
 
 
+@pytest.mark.daemons
 def test_all_that_a_daemon_says_is_json_from_its_start_to_its_end(tmp_path: Path) -> None:
     sizes = ("pool.num_tokens=1024", "host.num_tokens=1024", "http.enabled=false")
     ports = ("events.endpoint=tcp://127.0.0.1:0", "events.replay_endpoint=tcp://127.0.0.1:0")
