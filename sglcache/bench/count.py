@@ -98,12 +98,10 @@ def _requests(options: Options) -> Row:
             return index.acquire(session, 1, key)
 
         def commit(grant: Grant, ticket: int = ticket) -> None:
-            index.commit(session, 2, grant.lease, ticket)
-            index.event_done(session, ticket)
+            index.commit(session, 2, grant.lease, ticket, done=0)
 
         def release(grant: Grant, ticket: int = ticket + 1) -> None:
-            index.release(session, 3, grant.lease, ticket)
-            index.event_done(session, ticket)
+            index.release(session, 3, grant.lease, ticket, done=0)
 
         def cut() -> None:
             while not index.cut(0.0):

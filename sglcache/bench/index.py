@@ -1,6 +1,6 @@
 """The index on a real trace: the cost of a request, through the same calls as the daemon makes.
 
-Each request is acquire, commit with its event done, the copies it leads to (done at once: no bytes move here),
+Each request is acquire, commit with its event done already, the copies it leads to (done at once: no bytes move here),
 release with its event done, and the cut of its events, encoded; effects are drained after every command, as in a
 turn of the daemon. All laws are on. The allocator and the cycle collector are set as the daemon sets them, and the
 heap has been touched, as in a process that has run for a while: the first use of memory is the kernel's time.
@@ -227,8 +227,7 @@ class Driver:
         floor: int | None = None,
     ) -> Committed:
         self.ticket += 1
-        self.index.commit(self.session, 2, lease, self.ticket, tokens=tokens, ends=ends, floor=floor)
-        self.index.event_done(self.session, self.ticket)
+        self.index.commit(self.session, 2, lease, self.ticket, tokens=tokens, ends=ends, floor=floor, done=0)
         self.pump()
         for effect in reversed(self.effects):
             if isinstance(effect, Wake) and isinstance(effect.result, Committed):
@@ -238,14 +237,12 @@ class Driver:
     def commit_whole(self, lease: LeaseId) -> None:
         """All of it, and the answer is not looked at."""
         self.ticket += 1
-        self.index.commit(self.session, 2, lease, self.ticket)
-        self.index.event_done(self.session, self.ticket)
+        self.index.commit(self.session, 2, lease, self.ticket, done=0)
         self.pump()
 
     def release(self, lease: LeaseId) -> None:
         self.ticket += 1
-        self.index.release(self.session, 3, lease, self.ticket)
-        self.index.event_done(self.session, self.ticket)
+        self.index.release(self.session, 3, lease, self.ticket, done=0)
         self.pump()
 
     def cut(self) -> None:
