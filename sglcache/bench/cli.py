@@ -368,10 +368,10 @@ def _stall_by_fault(names: tuple[str, ...], as_json: bool) -> int:
     row = benchmark.run(benchmark.Options(faults=names))
     if as_json:
         return _show("stall", row, as_json)
-    click.echo(f"{'':<18}{'loop, longest':>15}{'ping p50':>10}{'p99':>9}{'max':>9}   ms")
+    click.echo(f"{'':<18}{'loop, longest':>15}{'its own':>9}{'ping p50':>10}{'p99':>9}{'max':>9}   ms")
     for name, each in row["faults"].items():
         values = f"{each['ping_p50_ms']:>10.2f}{each['ping_p99_ms']:>9.2f}{each['ping_max_ms']:>9.2f}"
-        click.echo(f"{name:<18}{each['longest_stall_ms']:>15.2f}{values}")
+        click.echo(f"{name:<18}{each['longest_stall_ms']:>15.2f}{each['longest_own_ms']:>9.2f}{values}")
     return 0
 
 

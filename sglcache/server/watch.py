@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,18 +79,25 @@ def in_words(what: str, age_s: float, facts: dict[str, Any]) -> str:
 
 
 class Stalls:
-    """How long the loop does not turn: a timer that comes late by that. Its histogram, and the last long one."""
+    """How long the loop does not turn: a timer that comes late by that. Its histogram, and the last long one.
+
+    Of how late it was the loop's own work is at most what its thread had of a processor since the last tick; the rest
+    it waited, for one or for the interpreter's lock.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, long_s: float) -> None:
         self._loop = loop
         self._long_s = long_s
         self.histogram = Histogram(STALLS)
         self.longest_s = 0.0
+        self.longest_own_s = 0.0
+        self._cpu = 0.0
         self.last: tuple[float, float] | None = None  # (when, how long) of the last that was long
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
 
     def start(self) -> None:
+        self._cpu = time.thread_time()
         self._due = self._loop.time() + TICK_S
         self._timer = self._loop.call_at(self._due, self._tick)
 
@@ -102,13 +110,15 @@ class Stalls:
         late = max(0.0, now - self._due)
         self.histogram.observe(late)
         self.longest_s = max(self.longest_s, late)
+        self.longest_own_s = max(self.longest_own_s, min(late, time.thread_time() - self._cpu))
         if late > self._long_s:
             self.last = now, late
         self.start()
 
     def facts(self) -> dict[str, Any]:
         bounds, counts, total = self.histogram.observed()
-        return {"buckets": list(bounds), "counts": counts, "sum": total, "longest_s": self.longest_s}
+        longest = {"longest_s": self.longest_s, "longest_own_s": self.longest_own_s}
+        return {"buckets": list(bounds), "counts": counts, "sum": total, **longest}
 
 
 class Watch:
