@@ -161,15 +161,20 @@ def _killed(scene: Scene) -> None:
 
 
 def _copy(scene: Scene) -> None:
+    """Copies hang; then all of them go on at once."""
     scene.gate.unlink()
     with scene.daemon.client() as client:
         _work(client)
+        scene.gate.touch()
+        _work(client, first=50_000)
 
 
 def _disk(scene: Scene) -> None:
     scene.disk.touch()
     with scene.daemon.client() as client:
         _work(client)
+        scene.disk.unlink()
+        _work(client, first=50_000)
 
 
 def _subscriber(scene: Scene) -> None:

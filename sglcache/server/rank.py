@@ -73,6 +73,7 @@ from sglcache.server.channel import (
 )
 from sglcache.server.collector import Collector
 from sglcache.server.explaining import Explaining
+from sglcache.server.inbox import Inbox
 from sglcache.server.keeping import JOURNAL, Keeper
 from sglcache.server.limits import Limits
 from sglcache.server.listener import Listener
@@ -634,10 +635,12 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             tell_all(publisher, index, lambda: owner.hurry())
         loads = Loads(config.control.num_load_slots)
 
+        inbox = Inbox(loop)
+
         def tell(callback: Callable[..., None], *arguments: object) -> None:
             # From another thread, and with the loop perhaps gone: then nobody waits for it.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(callback, *arguments)
+                inbox.say(callback, *arguments)
 
         def copied(ticket: TicketId, ok: bool, error: TransferError | None) -> None:
             tell(owner.copied, ticket, ok, error)

@@ -24,6 +24,7 @@ from sglcache.core.slots import SLOT_BYTES
 from sglcache.errors import Busy, ClosedError, SglcacheError
 from sglcache.memory.geometry import Geometry, moves
 from sglcache.memory.pools import HostPools
+from sglcache.server.inbox import Inbox
 from sglcache.storage.build import build_store
 from sglcache.storage.engine import NO_TICKET, Done, Engine
 from sglcache.storage.host import HostPages, Piece
@@ -207,8 +208,10 @@ class ThirdTier:
                 owner.index.l3_found(runs)
                 owner.end_turn()
 
+        inbox = Inbox(loop)
+
         def done(done: Done) -> None:
-            loop.call_soon_threadsafe(self._done, done)
+            inbox.say(self._done, done)
 
         self.engine = Engine(self.store, done, num_fetchers=self.config.num_threads)
         self.ready = True
