@@ -18,7 +18,7 @@ import click
 from sglcache.bench import harness
 from sglcache.bench.harness import Comparison, Row
 from sglcache.bench.hybrid import KINDS
-from sglcache.console import Group, emit, json_option
+from sglcache.console import EXIT_FAILED, EXIT_INTERRUPTED, Group, emit, json_option
 from sglcache.core.eviction import POLICIES
 from sglcache.memory.geometry import LAYOUTS
 
@@ -596,7 +596,13 @@ def tiers(
     return _show("tiers", benchmark.run(options), as_json)
 
 
-@bench.command()
+@bench.command(
+    examples=("sglcache bench suite --quick", "sglcache bench suite --only index --trace mooncake_trace.jsonl"),
+    exits={
+        EXIT_FAILED: "something of ours could not be measured",
+        EXIT_INTERRUPTED: "interrupted: it says how to go on",
+    },
+)
 @click.option(
     "--into",
     "folder",
@@ -606,9 +612,7 @@ def tiers(
 @click.option("--quick", is_flag=True, help="Less of each, in less than two minutes: to see that all of it runs.")
 @click.option("--tiny", is_flag=True, hidden=True)
 @click.option("--only", metavar="NAME", multiple=True, help="A case, or all of a table; may be repeated.")
-@click.option(
-    "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="By default one is made up."
-)
+@click.option("--trace", type=click.Path(path_type=Path), help="By default one is made up.")
 @click.option("--no-peers", is_flag=True, help="Ours and its floors alone.")
 @click.option("--peers", type=click.Path(path_type=Path), help="Their environment.  [default: .venv-peers]")
 @click.option("--flames/--no-flames", default=True, show_default=True, help="Flame graphs of the hot paths.")
@@ -639,19 +643,28 @@ def suite(
     return show.suite(options, as_json)
 
 
-@bench.command()
-@click.argument("results", type=click.Path(exists=True, path_type=Path))
+@bench.command(
+    examples=("sglcache bench report .bench/RUN", "sglcache bench report .bench/RUN --into page.md"), exits={}
+)
+@click.argument("results", type=click.Path(path_type=Path))
 @click.option("--into", type=click.Path(dir_okay=False, path_type=Path), help="A document whose marks are filled.")
-def report(results: Path, into: Path | None) -> int:
+@json_option
+def report(results: Path, into: Path | None, as_json: bool) -> int:
     """A run's tables; or into a document, where <!-- bench:NAME --> and <!-- /bench --> are."""
     from sglcache.bench import report as reports
     from sglcache.bench.suite import read
 
-    if into is None:
+    if into is not None:
+        filled, left = reports.into(results, into)
+        if as_json:
+            emit({"filled": filled, "left": left})
+        else:
+            rest = f"; left: {', '.join(left)}" if left else ""
+            click.echo(f"{into}: {', '.join(filled) or 'nothing'} written{rest}")
+    elif as_json:
+        emit({each.title: {"head": each.head, "rows": each.rows} for each in reports.tables(read(results))})
+    else:
         click.echo(reports.markdown(read(results)), nl=False)
-        return 0
-    filled, left = reports.into(results, into)
-    click.echo(f"{into}: {', '.join(filled) or 'nothing'} written" + (f"; left: {', '.join(left)}" if left else ""))
     return 0
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from sglcache.bench import report
 from sglcache.bench import suite as suites
+from sglcache.console import EXIT_FAILED, EXIT_INTERRUPTED
 
 
 def suite(options: suites.Options, as_json: bool) -> int:
@@ -34,7 +35,7 @@ def suite(options: suites.Options, as_json: bool) -> int:
         click.echo(
             f"interrupted; `sglcache bench suite --into {options.folder}` with the same options goes on", err=True
         )
-        return 130
+        return EXIT_INTERRUPTED
     try:
         from sglcache.bench import plots
 
@@ -52,7 +53,7 @@ def suite(options: suites.Options, as_json: bool) -> int:
         click.echo(f"{options.folder}: {', '.join(made)}")
     for line in results.failed:
         click.echo(f"failed: {line}", err=True)
-    return int(bool(results.failed))
+    return EXIT_FAILED if results.failed else 0
 
 
 def _tables(results: suites.Results) -> None:

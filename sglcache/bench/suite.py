@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from sglcache.bench import cases as plan
 from sglcache.bench import flame
+from sglcache.bench import trace as traces
 from sglcache.bench.cases import Case, Kind, Side
 from sglcache.bench.harness import BenchError, Row, facts, run_json
 from sglcache.errors import ConfigError
@@ -132,7 +133,9 @@ def read(folder: Path) -> Results:
 
 
 def run(options: Options, tell: Tell = lambda _: None) -> Results:
-    """All cases, or go on with them. ConfigError: there is no such case, or the folder's run is another one."""
+    """All cases, or go on with them. ConfigError: no such case or trace, or the folder's run is another one."""
+    if options.trace is not None:
+        next(traces.records(options.trace, 1), None)
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     results = _begin(options)
