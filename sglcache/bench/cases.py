@@ -47,6 +47,7 @@ class Case(NamedTuple):
     metrics: tuple[Metric, ...]
     sides: tuple[Side, ...]
     rounds: int = 5
+    slow: bool = False  # a quick run has it once
     same: tuple[str, ...] = ()  # fields in which all sides' rows agree, or they did other work
 
 
@@ -60,12 +61,13 @@ class Size(NamedTuple):
     requests: int  # that a router is told of
     prompts: int  # that are stored and come back
     most_rounds: int
+    slow_rounds: int  # at most so many of what is slow
     pages: tuple[tuple[int, bool], ...]  # page sizes, with events or not
 
 
-FULL = Size(600, 2000, 5, 5, 400, 8, 7, ((64, False), (64, True), (16, True), (1, True)))
-QUICK = Size(150, 500, 2, 2, 100, 3, 2, ((64, True),))
-TINY = Size(20, 20, 1, 1, 8, 2, 1, ((64, True),))  # for tests: what it says of speed is nothing
+FULL = Size(600, 2000, 5, 5, 400, 8, 7, 7, ((64, False), (64, True), (16, True), (1, True)))
+QUICK = Size(150, 500, 2, 2, 100, 3, 2, 1, ((64, True),))
+TINY = Size(20, 20, 1, 1, 8, 2, 1, 1, ((64, True),))  # for tests: what it says of speed is nothing
 
 
 class Hot(NamedTuple):
@@ -240,6 +242,7 @@ def cases(size: Size, trace: str) -> tuple[Case, ...]:
                 ),
             ),
             rounds=3,
+            slow=True,
         ),
         Case(
             "load",
@@ -257,6 +260,7 @@ def cases(size: Size, trace: str) -> tuple[Case, ...]:
                 Side("memcpy", "floor", source="sglcache", fields={"ms": "load_back.memcpy_ms"}),
             ),
             rounds=3,
+            slow=True,
         ),
         *(_index(size, trace, page, events) for page, events in size.pages),
         Case(
@@ -277,6 +281,7 @@ def cases(size: Size, trace: str) -> tuple[Case, ...]:
                 ),
             ),
             rounds=5,
+            slow=True,
         ),
         Case(
             "router",
@@ -312,6 +317,7 @@ def cases(size: Size, trace: str) -> tuple[Case, ...]:
                 ),
             ),
             rounds=3,
+            slow=True,
             same=("page_kib",),
         ),
     )
@@ -348,6 +354,7 @@ def _index(size: Size, trace: str, page: int, events: bool) -> Case:
             Side("SGLang 0.5.23, Rust", "peer", "peer", rust),
             Side("SGLang 0.5.23, Python", "peer", "peer", python, rounds=3),
         ),
-        rounds=5,
+        rounds=5 if page > 1 else 3,
+        slow=True,
         same=("requests", "page_size", "events"),
     )

@@ -615,7 +615,7 @@ def tiers(
 @click.option("--trace", type=click.Path(path_type=Path), help="By default one is made up.")
 @click.option("--no-peers", is_flag=True, help="Ours and its floors alone.")
 @click.option("--peers", type=click.Path(path_type=Path), help="Their environment.  [default: .venv-peers]")
-@click.option("--flames/--no-flames", default=True, show_default=True, help="Flame graphs of the hot paths.")
+@click.option("--flames/--no-flames", default=None, help="Flame graphs of hot paths.  [default: unless --quick]")
 @json_option
 def suite(
     folder: Path | None,
@@ -625,7 +625,7 @@ def suite(
     trace: Path | None,
     no_peers: bool,
     peers: Path | None,
-    flames: bool,
+    flames: bool | None,
     as_json: bool,
 ) -> int:
     """Everything, in turn with peers and floors, into a folder of results, tables, pictures. A quarter of an hour."""

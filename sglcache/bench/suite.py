@@ -105,7 +105,7 @@ class Options(NamedTuple):
     trace: Path | None = None  # None: one is made up
     only: tuple[str, ...] = ()  # cases or groups; empty: all
     peers: Path | None = ROOT / ".venv-peers"  # None: without them
-    flames: bool = True
+    flames: bool | None = None  # None: of a full run
 
 
 class Step(NamedTuple):
@@ -166,7 +166,7 @@ def run(options: Options, tell: Tell = lambda _: None) -> Results:
         case_result.load_average.append(round(os.getloadavg()[0], 2))
         case_result.done = True
         _save(folder, results)
-    if options.flames:
+    if options.flames or (options.flames is None and options.size == "full"):
         _flames(options, results, wanted, str(trace))
     _save(folder, results)
     return results
@@ -222,7 +222,8 @@ def _empty(case: Case) -> CaseResult:
 
 
 def _rounds(case: Case, side: Side, options: Options) -> int:
-    rounds = min(case.rounds, SIZES[options.size].most_rounds)
+    size = SIZES[options.size]
+    rounds = min(case.rounds, size.slow_rounds if case.slow else size.most_rounds)
     return rounds if side.rounds is None else min(rounds, side.rounds)
 
 
