@@ -48,7 +48,7 @@ format: $(STAMP) ## put the source in order
 
 bench: $(STAMP) ## all of it, beside its peers: TRACE=FILE, ARGS="--quick"; or one benchmark: ARGS="rpc --help"
 ifeq ($(filter-out -%,$(firstword $(ARGS))),)
-	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --editable '.[dev,bench]'
+	@[ -x $(BIN)/py-spy ] && $(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install -qq --editable '.[dev,bench]'
 	@$(if $(findstring --no-peers,$(ARGS)),,PYTHON='$(PYTHON)' scripts/peers.sh ||) true
 	@exec $(BIN)/sglcache bench suite $(if $(TRACE),--trace '$(TRACE)') $(ARGS)
 else
