@@ -171,6 +171,8 @@ def hits(options: HitOptions) -> Row:
     with Daemon([f"{key}={value}" for key, value in settings.items()]) as daemon:
         daemon.wait_healthy()
         with Client(daemon.socket) as client:
+            if client.geometry.page_bytes * (length // page) != num_bytes:
+                raise BenchError(f"a page has {client.geometry.page_bytes} bytes; a peer's would have other ones")
             client.pool.array[:] = 0
             _until(lambda: all(m["ready_bytes"] >= m["bytes"] for m in client.status()["memory"].values()))
             for number, prompt in enumerate(prompts):
