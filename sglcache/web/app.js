@@ -204,7 +204,7 @@ function showPicture() {
 // -- numbers --------------------------------------------------------------------------------------------
 
 const HIT = [
-  { name: "device", color: "device" }, { name: "host", color: "host" }, { name: "below", color: "third" }, { name: "not cached", color: "free" },
+  { name: "device", color: "device" }, { name: "host", color: "host" }, { name: "below", color: "third" }, { name: "not cached", color: "rest" },
 ];
 const hitValues = ({ counters }) => {
   const third = counters.l3_matched_tokens || 0, host = counters.host_matched_tokens - third;

@@ -64,7 +64,7 @@ export function detail(box, node, item, pageSize, { more, enter, select }) {
   }
   const space = spaceName([node.lora, node.extra_key_hash, node.cache_salt_hash]);
   const entry = (name, ...value) => [make("dt", {}, name), make("dd", {}, ...value)];
-  const cells = node.cells.map((each) => `${each.resource === "full" ? "" : `${each.resource} `}${each.tier.toLowerCase()}${each.writing ? " (being written)" : ""}${each.locks ? `, ${each.locks} locks` : ""}`);
+  const cells = node.cells.map((each) => `${each.resource === "full" ? "" : `${each.resource} `}${each.tier.toLowerCase()}${each.writing ? " (being written)" : ""}${each.locks ? `, ${each.locks} lock${each.locks > 1 ? "s" : ""}` : ""}`);
   const parts = [
     make("dl", { class: "grid" },
       ...entry("where", cells.length ? cells.join("; ") : node.pages ? "nowhere" : "root of a namespace"),
@@ -165,7 +165,19 @@ export function explained(box, told) {
   put(box, ...parts, parts.length ? null : tree(told));
 }
 
+const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+
 export function reuse(box, told) {
+  if (Array.isArray(told.more)) {
+    put(box,
+      make("p", { class: "note" }, told.verdict),
+      make("dl", { class: "facts wrap" },
+        pair("hit rate now", percent(told.hit_rate)), pair("of these on the device", percent(told.device_hit_rate)),
+        pair("with memory without end", percent(told.ceiling)), pair("measured", percent(told.measured?.all)),
+        pair("over", `${short(told.tokens)} tokens of ${short(told.requests)} requests in ${seconds(told.seconds)}`)),
+      told.more.length ? table([["more of"], ["GiB", true], ["hit rate", true], ["adds", true], ["tokens a second", true]], told.more.map((each) => make("tr", {}, cell(each.tier), num(`+${each.extra_gib}`), num(percent(each.hit_rate)), num(`+${(100 * each.adds).toFixed(1)} points`), num(`+${short(each.adds_tokens_per_s ?? 0)}`))), "What more memory would add") : null);
+    return;
+  }
   put(box, ...[told.words].flat(2).filter((line) => typeof line === "string").map((line) => make("p", { class: "note" }, line)), tree(Object.fromEntries(Object.entries(told).filter(([key]) => key !== "words"))));
 }
 

@@ -1,4 +1,4 @@
-"""A census of a tree that stands still is the tree; while it changes nothing breaks, and the next is right."""
+"""What a census says of a tree that stands still is the tree; while it changes nothing breaks, and the next is so."""
 
 from __future__ import annotations
 
