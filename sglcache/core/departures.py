@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglcache.units import TicketId
 
 ENTRY_BYTES = 512  # what an entry and its node take beside tokens and digests, about
-MAX_NOTES = 4096
+MAX_NOTES = 1024
 
 
 class Cause(NamedTuple):
@@ -146,7 +146,8 @@ class Departures:
 class Trace:
     """Where nodes, of the tree and of the past, lie on a prompt; all in bytes of its tokens.
 
-    Walk the entries from the newest to the oldest: what a node hung on left after it, and so is met before it.
+    Walk the entries from the newest to the oldest: what a node hung on left after it, and so is met before it. The tree
+    may change meanwhile; where nodes were joined, `live` is to be told the match anew.
     """
 
     def __init__(self, index: Index, namespace: Namespace, tokens: bytes, end: int) -> None:
@@ -205,16 +206,20 @@ class Trace:
         found = self._spans.get(node)
         if found is not None or node.parent is not None or node in self._beside:
             return found
-        place = None
-        if node.space.namespace == self._namespace:
-            above = node.was
-            assert not isinstance(above, tuple)
-            place = self.at(above, 0) if above.num_bytes else 0
-        if place is not None and place < self._end:
+        above = node.was
+        assert not isinstance(above, tuple)
+        place = self.at(above, 0) if above.num_bytes else 0
+        span = self._index.tree.span
+        if (
+            place is not None
+            and place < self._end
+            and self._tokens.startswith(node.first(span), place)  # which says no of most
+            and node.space.namespace == self._namespace
+        ):
             same = self._index.tree.common_pages(node.key, self._tokens, place, self._end)
             if same:
-                span = self._spans[node] = place + node.num_bytes, place + same
-                return span
+                found = self._spans[node] = place + node.num_bytes, place + same
+                return found
         self._beside.add(node)
         return None
 

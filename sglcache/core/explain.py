@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from sglcache.core.tree import Node
 
 DEVICE, HOST = 0, 1
-SLICE = 1000  # entries, spaces or leases that are looked at at once: about a millisecond
+SLICE = 500  # entries or spaces that are looked at at once: about a millisecond
 HASHED = 1 << 20  # bytes of tokens hashed at once
-TRIES = 3  # begun anew when nodes were joined meanwhile; then all at once
+MAX_LEASES = 4096  # that are looked at, for who computes the page just now
 FIELDS = Namespace._fields
 
 
@@ -187,29 +187,25 @@ class _Explaining:
         found = _Found()
         if departures is None:
             return found
-        for tries in range(TRIES + 1):
-            joined = index.tree.num_merges
-            found = _Found()
-            trace = Trace(index, self.q.namespace, self.q.tokens, self.end)
-            trace.live(*self._match())
-            entries, notes = list(departures.entries), list(departures.notes)
-            last = tries == TRIES
-            for slice in backwards(entries, len(entries) + 1 if last else SLICE):
-                for entry in slice:
-                    lies = trace.range_of(entry.node, entry.num_pages)
-                    if lies is None or not lies[0] <= start < stop <= lies[1] or entry.number > self.upto:
-                        continue
-                    (found.left if entry.cell < index.T else found.companions).setdefault(entry.cell, entry)
-                if not last:
-                    yield
-                if index.tree.num_merges != joined:
-                    break
-            for note in reversed(notes):
-                lies = trace.range_of(note.node, note.num_pages)
-                if lies is not None and lies[0] <= start < stop <= lies[1] and note.number <= self.upto:
-                    found.notes.append(note)
-            if index.tree.num_merges == joined:
-                break
+        trace = Trace(index, self.q.namespace, self.q.tokens, self.end)
+        trace.live(*self._match())
+        joined = index.tree.num_merges
+        entries, notes = list(departures.entries), list(departures.notes)
+        for slice in backwards(entries, SLICE):
+            if index.tree.num_merges != joined:
+                joined = index.tree.num_merges
+                trace.live(*self._match())  # what is known of it holds still; others are its nodes now
+            for entry in slice:
+                lies = trace.range_of(entry.node, entry.num_pages)
+                if lies is None or not lies[0] <= start < stop <= lies[1] or entry.number > self.upto:
+                    continue
+                (found.left if entry.cell < index.T else found.companions).setdefault(entry.cell, entry)
+            yield
+        trace.live(*self._match())
+        for note in reversed(notes):
+            lies = trace.range_of(note.node, note.num_pages)
+            if lies is not None and lies[0] <= start < stop <= lies[1] and note.number <= self.upto:
+                found.notes.append(note)
         return found
 
     def _left(self, found: _Found) -> dict[str, Any]:
@@ -292,7 +288,7 @@ class _Explaining:
         looked = 0
         for lease in index.leases.values():
             looked += 1
-            if looked > 4 * SLICE:
+            if looked > MAX_LEASES:
                 break
             have = lease.committed * self.page_bytes
             if lease.namespace != q.namespace or have > start or index.keys.whole(lease.num_bytes) <= start:
