@@ -13,6 +13,7 @@ bytes are compared.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -42,6 +43,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def end_with_parent() -> None:
+    """Of the process that is about to be started: whatever ends this one ends it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Server:
     """`lmcache server` with one GiB more than what is stored."""
 
@@ -52,7 +58,9 @@ class Server:
         words += [str(self.port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port)]
         words += ["--l1-size-gb", str(gib), "--no-l1-use-lazy", "--eviction-policy", "LRU"]
         words += ["--supported-transfer-mode", "auto", "--shm-name", f"sglcache_bench_{os.getpid()}"]
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log)
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, preexec_fn=end_with_parent
+        )
 
     def wait(self) -> None:
         deadline = time.monotonic() + START_S

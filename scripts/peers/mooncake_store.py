@@ -10,6 +10,7 @@ and which puts a header before each page and checks every byte. By TCP in one ma
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -41,12 +42,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def end_with_parent() -> None:
+    """Of the process that is about to be started: whatever ends this one ends it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run(options: FileOptions) -> dict[str, object]:
     port = free_port()
     words = [sys.executable, "-m", "mooncake.cli", f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
     words += [f"--metrics_port={free_port()}", "--metrics_host=127.0.0.1"]
     with tempfile.TemporaryFile() as log:
-        master = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        master = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=end_with_parent)
         try:
             deadline = time.monotonic() + START_S
             while True:

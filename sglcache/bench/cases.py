@@ -280,7 +280,7 @@ def cases(size: Size, trace: str) -> tuple[Case, ...]:
                     fields={"kept_ms": "store_ms", "first_layer_ms": "host_hit_ms", "device_hit_ms": "host_hit_ms"},
                 ),
             ),
-            rounds=5,
+            rounds=3,
             slow=True,
         ),
         Case(
