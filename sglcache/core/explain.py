@@ -217,6 +217,8 @@ class _Explaining:
             known = departures.forgot_at is None and departures.cleared_at is None
             return {"why": "never" if known else "never_or_forgotten"}
         facts: dict[str, Any] = {"why": "left", "left": [self._entry(entry) for entry in entries]}
+        if entries[-1].reason == "pruned":
+            facts["companions"] = self._companions(found)
         device, host = found.left.get(DEVICE), found.left.get(HOST)
         if entries[-1].kept and self.granted is not None:
             return {**facts, "why": "not_loaded"}  # the other tier had it then, and it was no hit
@@ -274,10 +276,17 @@ class _Explaining:
         names = [kind.resource.name for kind in index.companions.kinds]
         full, *others = reaches or (0,)
         behind = {name: reach for name, reach in zip(names, others, strict=False) if reach < full}
-        left = [
-            {"resource": index.resources[entry.cell].name, **self._entry(entry)} for entry in found.companions.values()
-        ]
-        return {"why": "companion", "full_tokens": full, "reaches": behind, "left": left}
+        return {
+            "why": "companion",
+            "full_tokens": full,
+            "reaches": behind,
+            "companions": self._companions(found),
+        }
+
+    def _companions(self, found: _Found) -> list[dict[str, Any]]:
+        """What of the page left of other resources, the last of each cell."""
+        resources = self.index.resources
+        return [{"resource": resources[each.cell].name, **self._entry(each)} for each in found.companions.values()]
 
     def _under_way(self, start: int) -> dict[str, Any] | None:
         """Somebody computes or fetches it just now."""
@@ -370,7 +379,9 @@ class _Explaining:
             return []
         advice: list[str] = []
         not_there = missing.get("not_on_host", {}).get("why")
-        if not_there == "no_host_tier":
+        if missing.get("left", [{"reason": ""}])[-1]["reason"] != "evicted":
+            pass
+        elif not_there == "no_host_tier":
             advice.append("a host tier would have kept it: set host.pool_ratio")
         elif not_there == "too_few_hits":
             advice.append('host.write_policy = "write_through" copies pages with their first use')
@@ -457,7 +468,7 @@ def _of_missing(facts: dict[str, Any], missing: dict[str, Any]) -> list[str]:
         behind = "".join(f", {name} {reach:,}" for name, reach in missing["reaches"].items())
         reach = f": full KV reaches {missing['full_tokens']:,} tokens{behind}" if behind else ""
         lines.append(f"{page} is cached, and no match can end there{reach}")
-        lines += [f"  {entry['resource']} {_of_entry(entry)}" for entry in missing["left"]]
+        lines += [f"  {entry['resource']} {_of_entry(entry)}" for entry in missing["companions"]]
     elif why == "unknown":
         lines.append(f"{page} is not cached; why is not known: observe.departures is 0")
     elif why == "never":
@@ -477,6 +488,7 @@ def _of_missing(facts: dict[str, Any], missing: dict[str, Any]) -> list[str]:
         lines += [f"  before that it {_of_entry(entry)}" for entry in earlier]
         if why == "not_loaded":
             lines.append("  the host had it, and it was not loaded: host.load_back_threshold or load_back_quota")
+        lines += [f"  {entry['resource']} {_of_entry(entry)}" for entry in missing.get("companions", ())]
         if (never := missing.get("not_on_host")) is not None:
             lines.append(f"  {_of_never(never)}")
     if (third := missing.get("third")) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +15,10 @@ from sglcache.core.index import DEVICE, HOST
 from sglcache.core.key import ROOT, Namespace
 from sglcache.core.l3 import L3Config
 from sglcache.core.limits import Limits
+from sglcache.core.resources import Companion, SlidingWindow
 from sglcache.core.tiering import WritePolicy
+from sglcache.testing.hybrid import Hybrid
+from sglcache.testing.hybrid_model import Lease
 from sglcache.testing.model import LeaseModel
 from sglcache.testing.pages import Page
 from sglcache.testing.programs import Program, SeededChooser, settings
@@ -53,18 +56,22 @@ def put(
     rig.release(runner, lease)
 
 
-def ask(rig: Rig, tokens: Iterable[int] | bytes, namespace: Namespace = ROOT, **more: Any) -> dict[str, Any]:
-    key = tokens if isinstance(tokens, bytes) else pack(tokens)
-    before = rig.index.revision
-    steps = explain(rig.index, Question(key, namespace, **more))
+def finished(steps: Generator[None, None, dict[str, Any]]) -> dict[str, Any]:
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            assert rig.index.revision == before, "it changes nothing"
             facts: dict[str, Any] = end.value
-            assert 0 < len(facts["words"]) <= 12
             return facts
+
+
+def ask(rig: Rig, tokens: Iterable[int] | bytes, namespace: Namespace = ROOT, **more: Any) -> dict[str, Any]:
+    key = tokens if isinstance(tokens, bytes) else pack(tokens)
+    before = rig.index.revision
+    facts = finished(explain(rig.index, Question(key, namespace, **more)))
+    assert rig.index.revision == before, "it changes nothing"
+    assert 0 < len(facts["words"]) <= 12
+    return facts
 
 
 def said(facts: dict[str, Any]) -> str:
@@ -445,3 +452,49 @@ def test_what_left_the_device_is_known_in_whatever_node_the_host_has_it() -> Non
     assert facts["matched"]["host"] == 20
     assert rig.index.now - facts["device_missing"]["left"]["ago_s"] == left_at
     assert facts["device_missing"]["left"]["pages"] == 2
+
+
+def test_nodes_that_are_joined_while_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explaining, "SLICE", 1)
+    rig, runner = rig_of(24, events=False)
+    shared = pages(0, 4)
+    put(rig, runner, shared + pages(100, 3))
+    put(rig, runner, pages(500, 1))
+    for n in (200, 300):
+        put(rig, runner, shared + pages(n, 3))
+    put(rig, runner, pages(1000, 12))  # the first branch goes
+    put(rig, runner, pages(2000, 2))  # and the page after it
+    index = rig.index
+    assert index.departures is not None
+    assert [entry.num_pages for entry in index.departures.entries] == [3, 1]
+    steps = explain(index, Question(pack(shared + pages(100, 3)), ROOT))
+    next(steps)
+    merges = index.tree.num_merges
+    index.evict(DEVICE, index.pools[DEVICE].free + 3)  # one of two branches goes
+    assert index.tree.num_merges > merges
+    missing = finished(steps)["missing"]
+    assert (missing["page"], missing["why"]) == (5, "left")
+
+
+def test_a_window_that_is_gone_is_told_by_its_name() -> None:
+    window = Companion(SlidingWindow(2), 8)
+    world = Hybrid(page_size=1, num_pages=64, companions=(window,), departures=100)
+    runner = world.open_session()
+
+    def put(tokens: Iterable[int]) -> None:
+        lease = world.acquire(runner, tokens)
+        assert isinstance(lease, Lease), f"{lease!r}"
+        world.commit(runner, lease)
+        world.read_replies(runner)
+        world.release(runner, lease)
+        world.cut()
+
+    put(range(6))
+    put(range(100, 107))  # takes its window, and then it is of no use
+    steps = explain(world.index, Question(pack(range(6)), ROOT))
+    facts = finished(steps)
+    assert facts["missing"]["left"][-1]["reason"] == "pruned"
+    [entry] = facts["missing"]["companions"]
+    assert (entry["resource"], entry["reason"], entry["for"]["what"]) == ("window", "evicted", "acquire")
+    assert "  window was evicted from the device" in said(facts)
+    assert facts["advice"] == []
