@@ -37,6 +37,7 @@ class Question(NamedTuple):
     limit: int | None = None
     page_bytes: int = 0  # of a page of the host's pool, all shards together; 0: nobody said
     asked: Asked | None = None
+    elsewhere: bool = True  # whether to tell that another namespace has the same tokens
 
 
 @dataclass
@@ -173,7 +174,7 @@ class _Explaining:
         else:
             facts |= self._left(found)
         if facts["why"] != "not_loaded":
-            elsewhere = yield from self._elsewhere(start)
+            elsewhere = (yield from self._elsewhere(start)) if self.q.elsewhere else None
             if elsewhere is not None:
                 facts["elsewhere"] = elsewhere
             third = yield from self._third(start)

@@ -34,14 +34,15 @@ class Explaining:
         limit: int | None = None,
         request: str | None = None,
         last: int = 0,
+        elsewhere: bool = True,
     ) -> Steps:
         """Of tokens, of a `request` by its name or "#number", or a list of the `last` ones. BadRequest: none or several
-        of these, or there is no such request any more."""
+        of these, or there is no such request any more. `elsewhere`: see `Question`."""
         if bool(tokens) + (request is not None) + (last > 0) != 1:
             raise BadRequest("ask of tokens, of a request, or for the last ones: of one of these")
         self.owner.begin_turn()
         if tokens:
-            return explain(self.index, Question(tokens, namespace, limit, self._host_page_bytes))
+            return explain(self.index, Question(tokens, namespace, limit, self._host_page_bytes, None, elsewhere))
         if (acquires := self.acquires) is None:
             raise BadRequest(NONE)
         if request is None:
@@ -54,7 +55,9 @@ class Explaining:
                 request=request,
                 remembered=len(acquires),
             )
-        return explain(self.index, Question(asked.tokens, asked.namespace, asked.limit, self._host_page_bytes, asked))
+        return explain(
+            self.index, Question(asked.tokens, asked.namespace, asked.limit, self._host_page_bytes, asked, elsewhere)
+        )
 
     def _listed(self, last: int) -> Steps:
         yield

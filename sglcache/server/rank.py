@@ -381,7 +381,8 @@ class Rank:
         try:
             c = msgspec.convert(params, Explain)
             namespace = Namespace.of(c.lora, c.extra_key, c.cache_salt)
-            steps = sessions.explaining.steps(c.tokens, namespace, c.limit, c.request, c.last)
+            shown = shows_tokens(self.config.http)
+            steps = sessions.explaining.steps(c.tokens, namespace, c.limit, c.request, c.last, shown)
             sessions.limits.begin(who, "explain")
         except msgspec.ValidationError as exc:
             self._channel.send(Answer(question, None, _refusal(BadRequest(str(exc)))))

@@ -268,6 +268,7 @@ def test_another_namespace_is_told_of_and_not_what_it_is() -> None:
     facts = ask(rig, pages(0, 6), Namespace(cache_salt="mine"))
     assert facts["missing"]["elsewhere"] == {"tokens": 24, "differs": ["lora", "cache_salt"]}
     assert "secret" not in repr(facts)
+    assert "elsewhere" not in ask(rig, pages(0, 6), Namespace(cache_salt="mine"), elsewhere=False)["missing"]
     assert ask(rig, pages(0, 6), secret)["missing"] is None
     assert "elsewhere" not in ask(rig, pages(500, 6), Namespace(cache_salt="mine"))["missing"]
 
