@@ -12,7 +12,7 @@ import pytest
 from sglcache import cli
 from sglcache.client.mirror import Fact
 from sglcache.commands import events
-from sglcache.testing.daemon import Daemon
+from sglcache.testing.daemon import Daemon, until
 from sglcache.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
@@ -91,10 +91,11 @@ def test_it_begins_now_or_with_all_that_is_cached_or_with_a_batch(
     with daemon.client() as client:
         with client.acquire(range(12)) as lease:
             lease.commit()
+        until(lambda: client.digest()["tiers"]["DEVICE"][0] == 3)  # told of, in a batch of its own
         first = client.digest()["seq"] + 1
         with client.acquire(range(100, 112)) as lease:
             lease.commit()
-        daemon.settle()
+        until(lambda: client.digest()["tiers"]["DEVICE"][0] == 6)
         assert run(daemon, capsys, "--for", 0.5) == []
         told = run(daemon, capsys, "--replay", "--count", 3)
         assert [each["type"] for each in told] == ["AllBlocksCleared", "BlockStored", "BlockStored"]
