@@ -13,7 +13,9 @@ from sglcache.bench import cases as plan
 from sglcache.bench.cases import HOT
 from sglcache.bench.suite import SIZES, Results
 
-OURS, PEERS, GREY = "#1f6f8b", ("#d1495b", "#edae49", "#8d5a97", "#66a182"), "#b8b8b8"
+OURS, GREY = "#1f6f8b", "#b8b8b8"
+PEERS = ("#d1495b", "#edae49", "#8d5a97", "#66a182", "#9bc53d", "#5b8e7d")
+NOT_DRAWN = ("cpu_us", "p99_us")  # of the index: the table has them
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -33,6 +35,8 @@ def _peers(results: Results, path: Path) -> Path | None:
     for case in plan.cases(SIZES[results.size], ""):
         result = results.cases.get(case.name)
         for metric in case.metrics if result is not None else ():
+            if case.group == "index" and metric.name in NOT_DRAWN:
+                continue
             for side in case.sides:
                 figure = result.figures.get(metric.name, {}).get(side.name) if result is not None else None
                 if side.kind != "peer" or figure is None or figure.ratio is None:

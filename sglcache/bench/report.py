@@ -73,7 +73,7 @@ def compared(results: Results, group: str) -> Table | None:
             mine = result.figures.get(metric.name, {})
             if sides[0] not in mine:
                 continue
-            cells = [_words(case, metric, len(known) > 1), number(mine[sides[0]].median)]
+            cells = [_words(case, metric, group == "index"), number(mine[sides[0]].median)]
             for side in sides[1:]:
                 figure = mine.get(side)
                 cells += ["–", "–"] if figure is None else [number(figure.median), ratio(figure)]

@@ -33,7 +33,10 @@ PEERS = ("sglang", "lmcache", "ai-dynamo-runtime", "mooncake-transfer-engine-non
 RUN_S = 400.0  # that one process may take
 FORMAT = 1
 SIZES = {"full": plan.FULL, "quick": plan.QUICK, "tiny": plan.TINY}
-PROFILED = {"rpc": "serve (sglcache/server/rank.py", "index-64-events": "measure ("}  # beside the paths, and below what
+PROFILED = {  # beside the paths: below what, and with which words more
+    "rpc": ("serve (sglcache/server/rank.py", ()),
+    "index-64-events": ("measure (", ("--limit", "4000")),
+}
 PROFILE_S = 4.0
 
 SizeName = Literal["full", "quick", "tiny"]
@@ -390,7 +393,8 @@ def _flames(options: Options, results: Results, wanted: Sequence[Case], trace: s
                 "spin (",
             )
         else:
-            words, root = [sys.executable, "-m", "sglcache", "bench", *case.sides[0].words], PROFILED[case.name]
+            root, more = PROFILED[case.name]
+            words = [sys.executable, "-m", "sglcache", "bench", *case.sides[0].words, *more]
         spy = [str(profiler), "record", "-f", "raw", "-F", "-r", "250", "-o", str(raw), "--subprocesses", "--", *words]
         try:
             done = subprocess.run(spy, capture_output=True, text=True, timeout=RUN_S, check=False)
