@@ -140,6 +140,16 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
         suite.run(options(tmp_path, "nothing"))
 
 
+def test_who_interrupts_it_is_told_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> Results:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "run", stop)
+    done = CliRunner().invoke(bench, ["suite", "--into", str(tmp_path)], standalone_mode=False)
+    assert done.return_value == 130
+    assert f"`sglcache bench suite --into {tmp_path}` with the same options goes on" in done.output
+
+
 def peer(folder: Path, program: str) -> Path:
     """An environment whose Python is this program."""
     python = folder / "peers" / "bin" / "python"
