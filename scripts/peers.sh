@@ -21,6 +21,7 @@ fi
 [ -x "$venv/bin/python" ] || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 
+complete=yes # else the next run tries again
 have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
 if [ "$have" != "$torch_version+cpu" ]; then
     echo "peers: torch $torch_version, CPU build"
@@ -29,10 +30,10 @@ if [ "$have" != "$torch_version+cpu" ]; then
     # Only the CPU build: the plain package may be gigabytes of CUDA. Without torch two of the four peers are left.
     "${pip[@]}" install -qq "${sources[@]}" "torch==$torch_version+cpu" || {
         echo "peers: no CPU build of torch $torch_version: set TORCH_INDEX; SGLang's trees and LMCache can't run" >&2
+        complete=
     }
 fi
 echo "peers: $(grep -E '^(sglang|lmcache|ai-dynamo|mooncake)' "$list" | paste -sd ' ')"
-complete=yes
 if ! "${pip[@]}" install -qq --no-deps -r "$list"; then
     # One by one, so that what is missing for this Python or platform takes nothing else with it.
     while read -r package; do
