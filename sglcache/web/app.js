@@ -21,8 +21,12 @@ class Refused extends Error {
 async function ask(path, body) {
   const options = { signal: AbortSignal.timeout(WAIT_MS), headers: { Accept: "application/json" } };
   if (body) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
-  const answer = await fetch(path, options);
-  let told = null;
+  let answer, told = null;
+  try {
+    answer = await fetch(path, options);
+  } catch {
+    throw new Refused(0, "The daemon does not answer"); // it is away, or slower than we wait
+  }
   try { told = await answer.json(); } catch { /* what is no JSON is no answer of ours */ }
   if (!answer.ok && !(path === "/health" && told)) throw new Refused(answer.status, told?.error?.message || `${answer.status} ${answer.statusText}`);
   return told;
@@ -130,7 +134,8 @@ async function askNode(start = state.start) {
     state.start = start;
     showNode();
   } catch (error) {
-    if (error instanceof Refused && tree.selected === name) panels.put($("detail"), panels.make("p", { class: "note" }, error.message));
+    if (!(error instanceof Refused)) throw error; // a bug of this page
+    if (tree.selected === name && error.status) panels.put($("detail"), panels.make("p", { class: "note" }, error.message));
   }
 }
 
@@ -188,7 +193,7 @@ async function askTree() {
 function showPicture() {
   const { picture } = state, drawn = picture.rows.length - picture.spaces.length;
   $("empty").hidden = picture.pages[0] > 0;
-  $("drawn").textContent = `${count(picture.pages[0])} pages: ${count(drawn)} of ${count(picture.num_nodes)} nodes drawn`;
+  $("drawn").textContent = `${count(picture.pages[0])} pages: ${count(drawn)} of ${count(Math.max(drawn, picture.num_nodes))} nodes drawn`;
   const text = `The radix tree: ${count(picture.pages[0])} pages, ${count(picture.pages[1])} on the device, ${count(picture.pages[2])} on the host, in ${count(picture.num_nodes)} nodes of ${count(picture.num_spaces)} namespaces`;
   if ($("tree").getAttribute("aria-label") !== text) $("tree").setAttribute("aria-label", text);
   const crumbs = [panels.make("button", { type: "button", "data-key": "top", "aria-current": state.root === null ? "true" : null, onclick: () => enter(null) }, "all")];
@@ -338,9 +343,10 @@ function chooseRank(rank) {
 // -- away, and back --------------------------------------------------------------------------------------
 
 function failed(error) {
-  if (error instanceof Refused && error.status === 404) return;
+  if (!(error instanceof Refused)) throw error; // a bug of this page
+  if (error.status === 404) return;
   state.away ??= Date.now();
-  const where = error instanceof Refused ? error.message : "The daemon does not answer";
+  const where = error.message;
   const since = Math.round((Date.now() - state.away) / 1000);
   $("away").hidden = false;
   $("away").textContent = `${where} (${since} s). The page asks again every second; what it shows is from before.`;

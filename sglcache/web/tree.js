@@ -270,7 +270,7 @@ export class Tree {
   }
 
   paintRest(at, item, x0, y0, y1) {
-    if (y1 - y0 < 1 || x0 > this.width) return;
+    if (y1 - y0 < 3 || x0 > this.width) return;
     const x1 = Math.min(this.width, x0 + Math.max(24, (this.width - x0) * 0.25));
     at.fillStyle = this.hatch("rest");
     at.fillRect(x0, y0, x1 - x0, y1 - y0 - 1);

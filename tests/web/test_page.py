@@ -22,6 +22,7 @@ from sglcache.testing.rig import pack
 pytestmark = pytest.mark.browser
 
 Visit = Callable[..., Any]
+Serve = Callable[..., Daemon]
 HTTP = {"http": {"enabled": True, "port": 0}}
 MARKUP = "<img src=x onerror=alert(1)>\"'</script><script>alert(2)</script>"
 
@@ -139,36 +140,36 @@ def test_what_comes_and_goes_is_seen_without_a_reload(empty: Daemon, visit: Visi
     until(lambda: page.rows() == [])
 
 
-def test_a_replay_is_seen_live(tmp_path: Path, visit: Visit) -> None:
-    with Daemon(tmp_path, pool={"page_size": 16, "num_tokens": 65536}, host={"num_tokens": 131072}, **HTTP) as daemon:
-        page = visit(url(daemon))
-        page.until("sglcache.state.live !== null")
-        frames = page.ask("sglcache.tree.frames")
-        command = [sys.executable, "-m", "sglcache", "replay", "--socket", str(daemon.socket), "--limit", "300"]
-        replay = subprocess.Popen(
-            [*command, "--max-output", "32", "--rate", "60"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        seen = set()
-        while replay.poll() is None:
-            seen.add(page.ask("sglcache.state.picture?.pages[0]"))
-            page.page.wait_for_timeout(100)
-        assert replay.returncode == 0, replay.communicate()[0]
-        assert len(seen) > 3
-        assert page.ask("sglcache.tree.frames") > frames + 3
-        there = cached(daemon)
-        page.until(
-            "(sums) => sglcache.state.picture.pages[1] === sums[0] && sglcache.state.picture.pages[2] === sums[1]",
-            [there["DEVICE"], there["HOST"]],
-        )
-        page.until("sglcache.state.live.stream.subscriptions === 0")
-        page.shows("#hit-rate", "% hit")
-        asked = "sglcache.ring.samples.at(-1).values.counters"
-        assert page.ask(f"{asked}.matched_tokens") == daemon.status(prove=False)["counters"]["matched_tokens"]
-        label = page.page.get_attribute("#hits canvas", "aria-label")
-        assert "device" in label
+def test_a_replay_is_seen_live(serve: Serve, visit: Visit) -> None:
+    daemon = serve(pool={"page_size": 16, "num_tokens": 65536}, host={"num_tokens": 131072}, **HTTP)
+    page = visit(url(daemon))
+    page.until("sglcache.state.live !== null")
+    frames = page.ask("sglcache.tree.frames")
+    command = [sys.executable, "-m", "sglcache", "replay", "--socket", str(daemon.socket), "--limit", "300"]
+    replay = subprocess.Popen(
+        [*command, "--max-output", "32", "--rate", "60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    seen = set()
+    while replay.poll() is None:
+        seen.add(page.ask("sglcache.state.picture?.pages[0]"))
+        page.page.wait_for_timeout(100)
+    assert replay.returncode == 0, replay.communicate()[0]
+    assert len(seen) > 3
+    assert page.ask("sglcache.tree.frames") > frames + 3
+    there = cached(daemon)
+    page.until(
+        "(sums) => sglcache.state.picture.pages[1] === sums[0] && sglcache.state.picture.pages[2] === sums[1]",
+        [there["DEVICE"], there["HOST"]],
+    )
+    page.until("sglcache.state.live.stream.subscriptions === 0")
+    page.shows("#hit-rate", "% hit")
+    asked = "sglcache.ring.samples.at(-1).values.counters"
+    assert page.ask(f"{asked}.matched_tokens") == daemon.status(prove=False)["counters"]["matched_tokens"]
+    label = page.page.get_attribute("#hits canvas", "aria-label")
+    assert "device" in label
 
 
 def test_all_of_it_works_without_a_mouse(empty: Daemon, visit: Visit) -> None:
@@ -252,46 +253,44 @@ def test_it_is_dark_where_the_system_is_and_when_told_to(empty: Daemon, visit: V
     until(lambda: ground(light) < 100)
 
 
-def test_several_ranks_are_chosen_from(tmp_path: Path, visit: Visit) -> None:
-    with Daemon(tmp_path, dp_size=2, **HTTP) as daemon:
-        with daemon.rank(1).client() as client:
-            put(client, range(40))
-        page = visit(url(daemon))
-        page.page.wait_for_selector("#ranks button >> nth=1")
-        page.page.wait_for_selector("#empty", state="visible")
-        page.press("]")
-        page.until("sglcache.state.picture?.pages[0] === 10")
-        assert page.ask("document.querySelector('#ranks [aria-selected=true]').textContent") == "rank 1"
-        page.press("[")
-        page.until("sglcache.state.picture?.pages[0] === 0")
+def test_several_ranks_are_chosen_from(serve: Serve, visit: Visit) -> None:
+    daemon = serve(dp_size=2, **HTTP)
+    with daemon.rank(1).client() as client:
+        put(client, range(40))
+    page = visit(url(daemon))
+    page.page.wait_for_selector("#ranks button >> nth=1")
+    page.page.wait_for_selector("#empty", state="visible")
+    page.press("]")
+    page.until("sglcache.state.picture?.pages[0] === 10")
+    assert page.ask("document.querySelector('#ranks [aria-selected=true]').textContent") == "rank 1"
+    page.press("[")
+    page.until("sglcache.state.picture?.pages[0] === 0")
 
 
-def test_a_restart_is_told_and_recovered_from(tmp_path: Path, visit: Visit) -> None:
-    with Daemon(tmp_path, host={"keep": True}, **HTTP) as daemon:
-        shared = tree_of(daemon)
-        page = visit(url(daemon))
-        page.expected = ["503", "ERR_CONNECTION"]
-        page.until("sglcache.state.picture?.rows.length === 10")
-        page.press("1", "ArrowRight", "ArrowRight", "Enter")
-        page.until("sglcache.state.picture.root !== null")
-        epoch = page.ask("sglcache.state.epoch")
-        daemon.settle()
-        pid = daemon.kill_rank()
-        daemon.next_life(pid)
-        page.until("(epoch) => sglcache.state.epoch > epoch", epoch)
-        page.until("sglcache.state.away === null && sglcache.state.picture?.root === null")
-        page.until("sglcache.state.picture.pages[2] === sglcache.state.live.pools[1].cached")
-        assert page.pages()[0] >= len(shared) // 4
-        base = url(daemon)
-        daemon.stop()
-        page.page.wait_for_selector("#away", state="visible")
-        assert page.text("#state") == "away"
-        with Daemon(tmp_path / "again", http={"enabled": True, "port": int(base.rsplit(":", 1)[1])}):
-            page.until("sglcache.state.away === null")
-            page.page.wait_for_selector("#away", state="hidden")
-            page.until("sglcache.state.picture?.pages[0] === 0")
-        # The first daemon was stopped above: start what its `with` is to stop.
-        daemon.process = subprocess.Popen([sys.executable, "-c", "import signal; signal.sigwait([signal.SIGTERM])"])
+def test_a_restart_is_told_and_recovered_from(tmp_path: Path, serve: Serve, visit: Visit) -> None:
+    daemon = serve(host={"keep": True}, **HTTP)
+    shared = tree_of(daemon)
+    page = visit(url(daemon))
+    page.expected = ["503", "ERR_CONNECTION"]
+    page.until("sglcache.state.picture?.rows.length === 10")
+    page.press("1", "ArrowRight", "ArrowRight", "Enter")
+    page.until("sglcache.state.picture.root !== null")
+    epoch = page.ask("sglcache.state.epoch")
+    daemon.settle()
+    pid = daemon.kill_rank()
+    daemon.next_life(pid)
+    page.until("(epoch) => sglcache.state.epoch > epoch", epoch)
+    page.until("sglcache.state.away === null && sglcache.state.picture?.root === null")
+    page.until("sglcache.state.picture.pages[2] === sglcache.state.live.pools[1].cached")
+    assert page.pages()[0] >= len(shared) // 4
+    base = url(daemon)
+    assert daemon.stop() == 0
+    page.page.wait_for_selector("#away", state="visible")
+    assert page.text("#state") == "away"
+    serve(http={"enabled": True, "port": int(base.rsplit(":", 1)[1])})
+    page.until("sglcache.state.away === null")
+    page.page.wait_for_selector("#away", state="hidden")
+    page.until("sglcache.state.picture?.pages[0] === 0")
 
 
 def test_nothing_from_outside_and_no_script_but_its_own(empty: Daemon, visit: Visit) -> None:
@@ -315,16 +314,14 @@ def test_nothing_from_outside_and_no_script_but_its_own(empty: Daemon, visit: Vi
     page.requests = [each for each in page.requests if "127.0.0.1:9/" not in each]
 
 
-def test_names_are_text_whatever_they_look_like(tmp_path: Path, visit: Visit) -> None:
+def test_names_are_text_whatever_they_look_like(tmp_path: Path, serve: Serve, visit: Visit) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<script>alert(3)</script>": 0, MARKUP.replace(" ", ""): 1, "[UNK]": 2}
     model = tokenizers.models.WordLevel(words, unk_token="[UNK]")
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     http = {**HTTP["http"], "tokenizer": str(tmp_path / "tokenizer.json")}
-    with (
-        Daemon(tmp_path, model_name=MARKUP, http=http, tenants={"a": {"device_floor": 16}}) as daemon,
-        daemon.client(name=MARKUP[:60]) as client,
-    ):
+    daemon = serve(model_name=MARKUP, http=http, tenants={"a": {"device_floor": 16}})
+    with daemon.client(name=MARKUP[:60]) as client:
         put(client, [0, 1, 0, 1, 0, 1, 0, 1], lora=MARKUP)
         page = visit(url(daemon))
         page.until("sglcache.state.picture?.rows.length === 2")
@@ -339,20 +336,20 @@ def test_names_are_text_whatever_they_look_like(tmp_path: Path, visit: Visit) ->
         assert MARKUP in page.ask("document.title")
 
 
-def test_tokens_stay_where_they_are_not_to_be_shown(tmp_path: Path, visit: Visit) -> None:
-    with Daemon(tmp_path, http={**HTTP["http"], "show_tokens": "never"}) as daemon:
-        tree_of(daemon)
-        page = visit(url(daemon))
-        page.expected = ["409"]
-        page.until("sglcache.state.picture?.rows.length === 10")
-        page.press("1", "ArrowRight", "ArrowRight")
-        page.shows("#detail", "Not shown")
-        name = page.ask("sglcache.tree.selected")
-        assert get(url(daemon), f"/api/node?name={name}")[1]["tokens"] is None
-        page.press("/")
-        page.page.keyboard.type("100 101 102 103")
-        page.press("Enter")
-        page.shows("#said", "http.show_tokens")
+def test_tokens_stay_where_they_are_not_to_be_shown(serve: Serve, visit: Visit) -> None:
+    daemon = serve(http={**HTTP["http"], "show_tokens": "never"})
+    tree_of(daemon)
+    page = visit(url(daemon))
+    page.expected = ["409"]
+    page.until("sglcache.state.picture?.rows.length === 10")
+    page.press("1", "ArrowRight", "ArrowRight")
+    page.shows("#detail", "Not shown")
+    name = page.ask("sglcache.tree.selected")
+    assert get(url(daemon), f"/api/node?name={name}")[1]["tokens"] is None
+    page.press("/")
+    page.page.keyboard.type("100 101 102 103")
+    page.press("Enter")
+    page.shows("#said", "http.show_tokens")
 
 
 def test_a_hidden_page_asks_nothing(empty: Daemon, visit: Visit) -> None:
@@ -397,38 +394,38 @@ def test_it_can_be_read_aloud(empty: Daemon, visit: Visit) -> None:
     page.until("document.documentElement.scrollWidth <= innerWidth + 1")
 
 
-def test_a_million_pages_are_drawn_as_what_fits(tmp_path: Path, visit: Visit) -> None:
+def test_a_million_pages_are_drawn_as_what_fits(serve: Serve, visit: Visit) -> None:
     tiny = {"page_size": 1, "num_tokens": 1 << 21, "num_layers": 1, "num_kv_heads": 1, "head_dim": 2}
-    with Daemon(tmp_path, pool=tiny, host={"num_tokens": 0}, events={"enabled": False}, **HTTP) as daemon:
-        with daemon.client() as client:
-            begun = []
-            for branch in range(1100):
-                head = [*range(branch % 17), 100 + branch % 50]
-                lease = client.acquire([*head, *range(1000 * branch, 1000 * branch + 1000)])
-                begun.append(lease.commit_begin())
-                lease.release()
-            for each in begun:
-                each.wait()
-            for branch in range(3000):
-                lease = client.acquire([7, branch + 10, branch])
-                lease.commit_begin()
-                lease.release()
-            client.acquire([1]).release(wait=True)
-        there = daemon.status()["pools"][0]["cached"]
-        assert there > 1_000_000
-        page = visit(url(daemon))
-        page.until("(there) => sglcache.state.picture?.pages[0] === there", there)
-        rows = page.rows()
-        assert 200 <= len(rows) <= 1500
-        assert sum(row[8] for row in rows if row[1] == -1) == there
-        largest = max(row[8] for row in rows if row[2])
-        assert any(row[8] < largest for row in rows)
-        with urllib.request.urlopen(f"{url(daemon)}/api/tree?budget=1500", timeout=10) as answer:
-            assert len(answer.read()) < 200_000
-        frames = page.ask("sglcache.tree.frames")
-        page.press("1", "+", "+", "ArrowRight", "ArrowRight", "ArrowDown", "-", "0")
-        page.until("(frames) => sglcache.tree.frames >= frames + 5", frames)
-        page.press("ArrowRight", "Enter")
-        page.until("sglcache.state.picture.root !== null")
-        assert len(page.rows()) <= 1500
-        assert daemon.status(prove=False)["loop"]["longest_s"] < 5  # it answered all the while
+    daemon = serve(pool=tiny, host={"num_tokens": 0}, events={"enabled": False}, **HTTP)
+    with daemon.client() as client:
+        begun = []
+        for branch in range(1100):
+            head = [*range(branch % 17), 100 + branch % 50]
+            lease = client.acquire([*head, *range(1000 * branch, 1000 * branch + 1000)])
+            begun.append(lease.commit_begin())
+            lease.release()
+        for each in begun:
+            each.wait()
+        for branch in range(3000):
+            lease = client.acquire([7, branch + 10, branch])
+            lease.commit_begin()
+            lease.release()
+        client.acquire([1]).release(wait=True)
+    there = daemon.status()["pools"][0]["cached"]
+    assert there > 1_000_000
+    page = visit(url(daemon))
+    page.until("(there) => sglcache.state.picture?.pages[0] === there", there)
+    rows = page.rows()
+    assert 200 <= len(rows) <= 1500
+    assert sum(row[8] for row in rows if row[1] == -1) == there
+    largest = max(row[8] for row in rows if row[2])
+    assert any(row[8] < largest for row in rows)
+    with urllib.request.urlopen(f"{url(daemon)}/api/tree?budget=1500", timeout=10) as answer:
+        assert len(answer.read()) < 200_000
+    frames = page.ask("sglcache.tree.frames")
+    page.press("1", "+", "+", "ArrowRight", "ArrowRight", "ArrowDown", "-", "0")
+    page.until("(frames) => sglcache.tree.frames >= frames + 5", frames)
+    page.press("ArrowRight", "Enter")
+    page.until("sglcache.state.picture.root !== null")
+    assert len(page.rows()) <= 1500
+    assert daemon.status(prove=False)["loop"]["longest_s"] < 5  # it answered all the while
