@@ -368,13 +368,18 @@ def test_a_hidden_page_asks_nothing(empty: Daemon, visit: Visit) -> None:
     until(lambda: len(page.requests) > before)
 
 
-def test_what_would_help_is_shown_where_it_is_known(empty: Daemon, visit: Visit) -> None:
-    names = get(url(empty), "/api")[1]["names"]
+def test_why_and_what_would_help_are_told(empty: Daemon, visit: Visit) -> None:
+    shared = tree_of(empty)
+    assert {"explain", "reuse"} <= set(get(url(empty), "/api")[1]["names"])
     page = visit(url(empty))
-    page.until("sglcache.state.names.size > 0")
-    if "reuse" in names:
-        page.page.wait_for_selector("#s-reuse", state="visible")
-    assert page.ask("document.getElementById('s-explain').hidden") == ("explain" not in names)
+    page.page.wait_for_selector("#s-reuse", state="visible")
+    page.shows("#reuse", "hit rate now")
+    page.press("/")
+    page.page.keyboard.type(" ".join(map(str, [*shared, 1, 2, 3, 4])))
+    page.press("Enter")
+    page.shows("#explain", "matched 16 of 20 tokens")
+    page.press("9")
+    assert page.ask("document.activeElement.id") == "explain"
 
 
 def test_it_can_be_read_aloud(empty: Daemon, visit: Visit) -> None:
