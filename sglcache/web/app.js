@@ -148,6 +148,9 @@ function showNode() {
 
 function enter(name) {
   if (name === state.root) return;
+  const above = []; // so that Backspace need not wait for the next picture
+  for (let item = tree.byName.get(name)?.parent; item; item = item.parent) above.unshift([item.name, item.row[2]]);
+  if (above.length) state.path = [...state.path, ...above];
   state.root = name;
   tree.reset();
   if (name === null) say("The whole tree");
@@ -159,6 +162,7 @@ function out() {
   if (state.root === null) return tree.reset();
   const above = state.path.at(-1);
   const was = state.root;
+  state.path = state.path.slice(0, -1);
   enter(above === undefined ? null : above[0]);
   tree.select(was);
 }
