@@ -156,7 +156,8 @@ def test_a_replay_is_seen_live(serve: Serve, visit: Visit) -> None:
     while replay.poll() is None:
         seen.add(page.ask("sglcache.state.picture?.pages[0]"))
         page.page.wait_for_timeout(100)
-    assert replay.returncode == 0, replay.communicate()[0]
+    said, _ = replay.communicate()
+    assert replay.returncode == 0, said
     assert len(seen) > 3
     assert page.ask("sglcache.tree.frames") > frames + 3
     there = cached(daemon)
