@@ -293,6 +293,6 @@ def test_without_events_there_is_nothing_to_watch_and_the_rest_works(tmp_path: P
         assert "stream    off" in quiet.run("status").stdout
         done = quiet.run("watch")
         assert done.returncode == 69
-        assert "events.enabled = false" in done.stderr
+        assert "set events.enabled = true" in done.stderr
     finally:
         assert quiet.stop() == (0, "")

@@ -17,6 +17,8 @@ from sglcache import Client, Worker
 from sglcache.errors import BadRequest
 from sglcache.testing.daemon import Daemon, until
 
+pytestmark = pytest.mark.daemons
+
 TOKENS = list(range(64))
 
 

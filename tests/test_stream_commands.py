@@ -15,6 +15,8 @@ import zmq.auth
 from sglcache.client.mirror import Mirror
 from sglcache.testing.daemon import Daemon, until
 
+pytestmark = pytest.mark.daemons
+
 
 def sglcache(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sglcache", *map(str, arguments)]

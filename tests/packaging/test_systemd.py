@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from deployed import BIN, ROOT, Service, Unit, environ, settings
 
-from sglcache import cli
+from sglcache import console
 from sglcache.server.child import KILL_S
 from sglcache.server.supervisor import Timing
 
@@ -37,7 +37,7 @@ def test_it_knows_how_the_daemon_ends() -> None:
     assert UNIT.one("KillMode") == "mixed", "the ranks have their signals from the supervisor"
     assert float(UNIT.one("TimeoutStopSec")) > Timing().drain + KILL_S
     assert UNIT.one("Restart") == "on-failure"
-    assert UNIT.one("RestartPreventExitStatus").split() == [str(cli.EXIT_USAGE)]
+    assert UNIT.one("RestartPreventExitStatus").split() == [str(console.EXIT_USAGE)]
     assert UNIT.one("OOMPolicy") == "continue", "the supervisor starts again what the kernel has killed"
 
 

@@ -15,6 +15,8 @@ from sglcache.memory.rings import EventRing
 from sglcache.testing import copies
 from sglcache.testing.daemon import Daemon, until
 
+pytestmark = pytest.mark.daemons
+
 P = 4  # tokens of a page
 
 

@@ -21,6 +21,8 @@ from sglcache.client import Client, Lease
 from sglcache.errors import BadRequest, ClosedError
 from sglcache.testing.daemon import Daemon, until
 
+pytestmark = pytest.mark.daemons
+
 P = 4  # SMALL's page size
 POOL = {"num_kv_heads": 2, "num_shards": 2}
 WINDOW = {
