@@ -103,7 +103,7 @@ def test_the_metrics_say_it_too(daemon: Daemon) -> None:
         value for key, value in found.items() if key[0] == "sglcache_third_missed_pages_total" and key[1] == "fetched"
     ) == sum(third["misses"].values())
     assert found["sglcache_third_queue", "fetch"] == 0
-    assert found["sglcache_third_discarded_pages_total",] == 1
+    assert found["sglcache_removed_pages_total", "corrupt", "full", "third"] == 1
     assert found["sglcache_prefetched_pages_total",] == counters["prefetched_pages"]
     assert found["sglcache_third_matched_tokens_total",] == counters["l3_matched_tokens"]
 
