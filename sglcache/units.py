@@ -11,6 +11,13 @@ TicketId = NewType("TicketId", int)  # a copy of ours on its way; likewise
 Seq = NewType("Seq", int)  # a batch's number on the event stream
 
 
+def printable(text: str) -> str:
+    """A text of a peer's for people's eyes: what would move a terminal's cursor, or begin a line, is written out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class Tier(IntEnum):
     """Where bytes lie, nearest to the model first. The index holds cells for the first two."""
 

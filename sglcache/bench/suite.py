@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -342,7 +343,7 @@ def _shown(words: Sequence[str]) -> str:
     shown = " ".join(words)
     for name, short in names.items():
         shown = shown.replace(name, short)
-    return shown
+    return re.sub(r"(?<=--trace )\S*/", "", shown)
 
 
 def _save(folder: Path, results: Results) -> None:

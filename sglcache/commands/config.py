@@ -20,7 +20,8 @@ HEAD = """# Configure
 
 Every key, made of the models in `sglcache/config.py` by `sglcache config --reference`. Write those that you change into
 a TOML file, `sglcache serve --config my.toml`; one value at a time goes with `--set pool.page_size=64`, of which the
-last one wins. What is not known is refused, with the key that was probably meant; nothing is read from the environment.
+last one wins. What is not known is refused, with the key that was probably meant; and of the environment only
+SGLCACHE_CONFIG is read, which names the file.
 [configs/cpu.toml](../configs/cpu.toml) has all of it as one file; `sglcache config my.toml` prints what a daemon would
 run with, and `sglcache check my.toml` what that takes.
 

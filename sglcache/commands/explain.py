@@ -5,19 +5,34 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
+import msgspec
 
 from sglcache.cli import Target, each_of, observer_of, rank_option, socket_option, targets_of
 from sglcache.console import EXIT_FAILED, EXITS, Command, emit, json_option
 from sglcache.errors import BadRequest
 
+
+class Prompt(msgspec.Struct):
+    """What else is there is not read: the namespace is told by options."""
+
+    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
+
+
 NUMBER = re.compile(r"[^\s,\[\]]+")
 
 
 def tokens_of(text: str, whence: str) -> list[int]:
-    """Token ids with commas or blanks between, or a list of JSON. BadRequest: something else is there."""
+    """Token ids with commas or blanks between, a list of JSON, or an object with one as `tokens`, as HTTP takes it.
+
+    BadRequest: something else is there."""
+    if text.lstrip().startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=Prompt).tokens
+        except msgspec.DecodeError as exc:
+            raise BadRequest(f'{whence}: {exc}; write {{"tokens": [1, 15043]}}, or the ids alone') from None
     words = NUMBER.findall(text)
     wrong = next((word for word in words if not (word.isascii() and word.isdigit())), None)
     if wrong is not None or not words:
@@ -93,7 +108,8 @@ def explain(
                 facts = client.explain_request(request)
             else:
                 facts = client.explain(ids, limit=limit, lora=lora, extra_key=extra_key, cache_salt=cache_salt)
-        missing.append(facts.get("missing") is not None)
+        first = facts.get("missing")
+        missing.append(first is not None and first["why"] != "limit")  # who asked for no more has all of it
         if as_json:
             emit({"rank": target.offset or 0, **facts})
             return

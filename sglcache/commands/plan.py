@@ -116,6 +116,7 @@ def _show(whence: str, told: dict[str, Any]) -> None:
                 click.echo(f"{label:<9} {_rates(rates)}")
         click.echo(f"forecast  {_rates(told['forecast'])}")
         click.echo(f"ceiling   {100 * told['ceiling']:.1f} %, with room for everything")
+    if told["enough"]:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("tier")
         for name in ("more", "hit rate", "adds", "tokens/s", "on the device", "adds"):
@@ -139,7 +140,7 @@ def _rates(rates: dict[str, Any]) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _time(seconds: float) -> str:

@@ -16,7 +16,7 @@ from sglcache.core.asked import Asked
 from sglcache.core.departures import Departure, Note, Trace, backwards
 from sglcache.core.key import TOKEN_BYTES, Namespace
 from sglcache.errors import BadRequest
-from sglcache.units import Tier
+from sglcache.units import Tier, printable
 
 if TYPE_CHECKING:
     from sglcache.core.index import Index
@@ -435,7 +435,7 @@ def in_words(facts: dict[str, Any]) -> list[str]:
     if (other := facts.get("device_missing")) is not None:
         lines.append(f"page {other['page']:,} {_of_entry(other['left'])}")
     lines += [f"would help: {each}" for each in facts["advice"]]
-    return lines[:12]
+    return [printable(line) for line in lines[:12]]
 
 
 def _of_request(request: dict[str, Any]) -> str:
@@ -474,7 +474,8 @@ def _of_missing(facts: dict[str, Any], missing: dict[str, Any]) -> list[str]:
         lines.append(f"{page} is not cached; why is not known: observe.departures is 0")
     elif why == "never":
         lines.append(
-            f"{page} was never committed: nothing is forgotten since the start, {_span(known['known_s'])} before"
+            f"{page} was never committed: nothing is forgotten since this rank started, "
+            f"{_span(known['known_s'])} before"
         )
     elif why == "never_or_forgotten":
         since = _span(known["known_s"]) if known["known_s"] > 0 else "0 s"

@@ -116,6 +116,7 @@ def forecast(curve: Curve, sizes: Sizes, real: bool = True, extra_gib: tuple[int
         "requests": curve.requests,
         "tokens": curve.tokens,
         "looks": curve.looks,
+        "enough": curve.looks >= FEW_LOOKS,  # to say what more would add
         "tracked_pages": curve.tracked,
         "max_tracked_pages": curve.max_tracked,
         "forgotten_pages": curve.forgotten,
@@ -160,7 +161,8 @@ def verdict(told: dict[str, Any]) -> str:
         if rows[-1]["adds"] < LITTLE and tier == "device" and rows[-1]["adds_on_device"] >= LITTLE:
             key = "adds_on_device"
         if rows[-1][key] < LITTLE:
-            said.append(f"more {_NAMES[tier]} none")
+            most = 100 * rows[-1]["adds"]
+            said.append(f"more {_NAMES[tier]} {f'at most {most:.1f}' if most >= 0.05 else 'none'}")
             continue
         row = next(row for row in rows if row[key] >= ENOUGH * rows[-1][key])
         if key == "adds":
@@ -171,9 +173,9 @@ def verdict(told: dict[str, Any]) -> str:
             then = f"add no hit, but {100 * row[key]:.1f} points of them would need no copy from below"
         said.append(f"{row['extra_gib']} GiB more {_NAMES[tier]} would {then}")
     end = f"the ceiling is {100 * told['ceiling']:.1f} %"
-    if all(each.endswith("none") for each in said):
+    if all(each.startswith("more") for each in said):
         return f"more memory would add nothing worth it: the hit rate is {100 * told['hit_rate']:.1f} %, {end}"
-    said.sort(key=lambda each: each.endswith("none"))
+    said.sort(key=lambda each: each.startswith("more"))
     return f"{'; '.join(said)}; {end}"
 
 

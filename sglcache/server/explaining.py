@@ -10,6 +10,7 @@ from sglcache.core.explain import Question, explain
 from sglcache.core.key import Namespace
 from sglcache.errors import BadRequest, SglcacheError
 from sglcache.server.owner import Owner
+from sglcache.units import printable
 
 MAX_LISTED = 1000
 NONE = "no acquires are remembered; set observe.requests, such as 4096, and start the daemon anew"
@@ -66,7 +67,7 @@ class Explaining:
         rows = [
             {
                 "number": asked.number,
-                "id": asked.name,
+                "id": printable(asked.name) if asked.name is not None else None,
                 "ago_s": round(now - asked.at, 3),
                 "session": asked.session,
                 "tenant": asked.tenant,

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from sglcache.errors import BadRequest, SglcacheError, Unavailable
+from sglcache.errors import BadRequest, Busy, SglcacheError, Unavailable
 from sglcache.server import api
 from sglcache.server.channel import About
 
@@ -45,7 +45,8 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
 }
 API_HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-INDEX = "sglcache: GET /health, /server_info, /digest or /metrics\n"
+INDEX = "sglcache: GET /health, /server_info, /digest, /metrics or /api; a browser gets a page at /\n"
+STATUS = ((BadRequest, 400), (Busy, 429), (Unavailable, 503))  # of a question that is refused; else 409
 
 
 class Pages(Protocol):
@@ -150,9 +151,9 @@ class HttpServer:
             answer = await self.pages.ask(rank, question.about, params)
             return web.Response(body=_encode(answer), content_type="application/json", headers=API_HEADERS)
         except SglcacheError as exc:
-            status = 404 if name not in api.API else 400 if isinstance(exc, BadRequest) else 409
+            status = 404 if name not in api.API else next((at for kind, at in STATUS if isinstance(exc, kind)), 409)
             error = {"code": exc.code, "message": exc.message, "facts": exc.facts}
-            return _json({"error": error}, status=503 if isinstance(exc, Unavailable) else status)
+            return _json({"error": error}, status=status)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=await self.pages.metrics(), headers={"Content-Type": CONTENT_TYPE})
@@ -177,6 +178,8 @@ async def _errors_as_json(
         return await handler(request)
     except web.HTTPException as exc:
         message = f"{exc.status} {exc.reason}"
+        if exc.status == 413:
+            message += f"; at most {api.MAX_BODY_BYTES:,} bytes, which `sglcache explain` is not bound to"
         if exc.status == 404:
             message += f"; {INDEX.partition(': ')[2].strip()}"
         return _json({"error": {"code": "http", "message": message}}, status=exc.status)

@@ -58,7 +58,8 @@ class Limits:
         if self._expensive[who, what] or total >= most:
             mine = f"this connection's {what} is under way" if self._expensive[who, what] else "others are under way"
             raise Busy(
-                f"{mine}: {total} of {most} dumps, proofs, clears and announcements at once; ask again when it is over",
+                f"{mine}: {total} of {most} explanations, dumps, proofs, clears and announcements at once; "
+                "ask again when it is over, or raise limits.max_expensive",
                 what=what,
                 under_way=total,
                 max_expensive=most,

@@ -68,7 +68,7 @@ from sglcache.server.listener import (
 from sglcache.server.loads import Load
 from sglcache.server.owner import Owner
 from sglcache.server.tenants import KEYS
-from sglcache.units import LeaseId, SessionId, Tier
+from sglcache.units import LeaseId, SessionId, Tier, printable
 from sglcache.wire import control
 
 logger = logging.getLogger("sglcache.sessions")
@@ -147,7 +147,7 @@ class Member(Connection):
         self.explaining = sessions.explaining
         self.acquires = sessions.explaining.acquires
         self.role = hello.role
-        self.name = hello.client
+        self.name = printable(hello.client)
         self.pid = peer.pid
         self.pidfd = peer.pidfd
         self.touches = hello.role in (RUNNER, WORKER)

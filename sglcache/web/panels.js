@@ -175,7 +175,7 @@ export function reuse(box, told) {
         pair("hit rate now", percent(told.hit_rate)), pair("of these on the device", percent(told.device_hit_rate)),
         pair("with memory without end", percent(told.ceiling)), pair("measured", percent(told.measured?.all)),
         pair("over", `${short(told.tokens)} tokens of ${short(told.requests)} requests in ${seconds(told.seconds)}`)),
-      told.more.length ? table([["more of"], ["GiB", true], ["hit rate", true], ["adds", true], ["tokens a second", true]], told.more.map((each) => make("tr", {}, cell(each.tier), num(`+${each.extra_gib}`), num(percent(each.hit_rate)), num(`+${(100 * each.adds).toFixed(1)} points`), num(`+${short(each.adds_tokens_per_s ?? 0)}`))), "What more memory would add") : null);
+      told.more.length && told.enough ? table([["more of"], ["GiB", true], ["hit rate", true], ["adds", true], ["tokens a second", true]], told.more.map((each) => make("tr", {}, cell(each.tier), num(`+${each.extra_gib}`), num(percent(each.hit_rate)), num(`+${(100 * each.adds).toFixed(1)} points`), num(`+${short(each.adds_tokens_per_s ?? 0)}`))), "What more memory would add") : null);
     return;
   }
   put(box, ...[told.words].flat(2).filter((line) => typeof line === "string").map((line) => make("p", { class: "note" }, line)), tree(Object.fromEntries(Object.entries(told).filter(([key]) => key !== "words"))));

@@ -119,6 +119,29 @@ def test_it_is_the_same_everywhere(daemon: Daemon, tmp_path: Path) -> None:
         0,
         "matched 200 of 200 tokens: 200 on the device\nthat is all of it\n",
     )
+    whole = json.dumps({"rank": 0, "tokens": prompt(3, 50)})
+    assert run(daemon, "-", text=whole)[0] == 0
+    code, out = run(daemon, "-", "--limit", "199", text=whole)
+    assert (code, "was not to be matched: limit 199" in out) == (0, True), "who asked for no more has all of it"
+    code, out = run(daemon, "-", text='{"tokens": [1, "x"]}')
+    assert (code, 'write {"tokens": [1, 15043]}' in out) == (2, True)
+
+
+def test_what_peers_call_themselves_moves_no_cursor(daemon: Daemon) -> None:
+    forged = "\x1b]0;title\x07\n#9999 0.1 s ago  granted"
+    with daemon.client(name="evil\x1b[31m\nrow") as client:
+        serve(client, prompt(21, 2), request_id=forged)
+        said = [run(daemon, "--last", "1")[1], run(daemon, "--request", forged)[1]]
+        done = subprocess.run(
+            [sys.executable, "-m", "sglcache", "sessions", "--socket", str(daemon.socket)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert "\\x1b]0;title\\x07\\n#9999" in said[0]
+    assert "evil\\x1b[31m\\nrow" in done.stdout
+    assert all(c.isprintable() or c == "\n" for c in "".join([*said, done.stdout]))
+    assert not any(line.startswith(("#9999", "row")) for line in "\n".join([*said, done.stdout]).splitlines())
 
 
 def test_a_request_is_explained_as_of_then(daemon: Daemon) -> None:

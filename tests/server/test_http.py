@@ -16,7 +16,7 @@ import pytest
 from msgspec import Meta
 
 from sglcache import paths, ranks
-from sglcache.errors import BadRequest, ConfigError, Unavailable
+from sglcache.errors import BadRequest, Busy, ConfigError, Unavailable
 from sglcache.memory.mapping import create_memfd
 from sglcache.ranks import ask
 from sglcache.server import api, doors
@@ -37,6 +37,8 @@ class FakePages:
         return b"# HELP a b\n"
 
     async def ask(self, rank: int, about: str, params: Mapping[str, Any]) -> Any:
+        if rank == 2:
+            raise Busy("others are under way")
         if rank == 1:
             raise Unavailable("rank 1 is starting", rank=1)
         if rank > 1:
@@ -83,6 +85,7 @@ def test_the_api_asks_a_rank_by_query_or_body(monkeypatch: pytest.MonkeyPatch) -
             ("/api/depth?depth=1&deep=1", 400, "bad_request", "deep"),
             ("/api/depth?depth=1&rank=x", 400, "bad_request", "int"),
             ("/api/depth?depth=1&rank=7", 400, "bad_request", "no rank 7"),
+            ("/api/depth?depth=1&rank=2", 429, "busy", "under way"),
             ("/api/depth?depth=1&rank=1", 503, "unavailable", "starting"),
             ("/api/nothing", 404, "bad_request", "there are"),
         ):
@@ -95,6 +98,7 @@ def test_the_api_asks_a_rank_by_query_or_body(monkeypatch: pytest.MonkeyPatch) -
                 assert (answer.status, (await answer.json())["error"]["code"]) == (400, "bad_request")
         async with session.post("/api/depth", data=io.BytesIO(bytes(api.MAX_BODY_BYTES + 1))) as answer:
             assert answer.status == 413
+            assert "4,194,304" in (await answer.json())["error"]["message"]
 
     serve(test)
 

@@ -396,6 +396,9 @@ def test_it_can_be_read_aloud(empty: Daemon, visit: Visit) -> None:
     assert page.ask("[...document.querySelectorAll('table')].every((each) => each.caption)")
     ids = page.ask("[...document.querySelectorAll('[id]')].map((each) => each.id)")
     assert len(ids) == len(set(ids))
+    for width in (1440, 1000, 500):
+        page.page.set_viewport_size({"width": width, "height": 1000})
+        page.until("document.getElementById('tree').getBoundingClientRect().height > 250")
     page.page.set_viewport_size({"width": 390, "height": 844})  # a telephone
     page.until("document.documentElement.scrollWidth <= innerWidth + 1")
 
