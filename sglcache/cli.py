@@ -245,7 +245,7 @@ def _first_screen(info: dict[str, Any], start_s: float) -> str:
     """Where everything is, how big it is, and what to do next."""
     ranks = info["ranks"]
     several = f": {len(ranks)} ranks of {info['dp_size']} replicas, {info['pp_size']} stages each"
-    http = "off" if info["http"] is None else f"{info['http']}/health /server_info /metrics"
+    http = "off" if info["http"] is None else f"{info['http']}  a page for browsers; /health /server_info /metrics /api"
     if len(ranks) == 1:
         rank = ranks[0]
         stream, (sizes, *others) = rank["stream"], _sizes(rank)
@@ -311,7 +311,7 @@ def _things_to_try(rank: dict[str, Any]) -> list[str]:
     if program.endswith("__main__.py"):
         program = f"{os.path.relpath(sys.executable)} -m sglcache"
     where = "" if rank["socket"] == str(paths.socket_path(rank["rank"])) else f" --socket {rank['socket']}"
-    commands = [f"{program} replay --verify{where}", f"{program} status{where}"]
+    commands = [f"{program} {command}{where}" for command in ("replay --verify", "status", "top")]
     if (stream := rank["stream"]) is not None:
         subscriber = f"{program} watch{where}"
         if Path("scripts/subscribe.py").exists():

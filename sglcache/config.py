@@ -1003,8 +1003,8 @@ class LimitsConfig(Section):
         default=8,
         ge=1,
         le=1024,
-        description="Explanations, dumps, proofs, clears and announcements under way at once, in all; one of each kind a "
-        "connection.",
+        description="Explanations, dumps, proofs, clears and announcements under way at once, in all; one of each kind "
+        "a connection.",
     )
     max_pinned_fraction: float = Field(
         default=0.5, ge=0, le=1, description="The part of each tier's pages that pins may keep from eviction."
