@@ -93,6 +93,7 @@ class Owner:
         self.times = CommandTimes()
         self.dirty: list[Outbox] = []  # connections with answers of this turn
         self._backups: list[Copy] = []  # write-throughs of this turn
+        self.afterwards: Callable[[], None] | None = None  # work that no answer waits for: once these are written
         self.num_turns = 0
         self.num_copies = 0  # submitted and not done
         self.idle = asyncio.Event()  # set while num_copies is 0
@@ -181,6 +182,8 @@ class Owner:
                     self.submit(copy)
             if self._cutting is None and index.uncut and not self._closed:
                 self._cutting = self.loop.call_later(self.max_delay_s, self._cut)
+        if self.afterwards is not None:
+            self.afterwards()
         self.num_turns = turns = self.num_turns + 1
         if not turns & COLLECT_MASK:
             self.collector.tick()

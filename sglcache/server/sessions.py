@@ -36,6 +36,7 @@ from sglcache.core.histograms import Histogram
 from sglcache.core.holdings import Holding, holdings
 from sglcache.core.index import DumpedNode, Index
 from sglcache.core.key import ROOT, Namespace
+from sglcache.core.leases import Lease
 from sglcache.core.reuse import Reuse
 from sglcache.errors import (
     BadRequest,
@@ -221,8 +222,8 @@ class Member(Connection):
             if acquires is not None:
                 acquires.granted(c, self.id, namespace, now, grant)
             if grant.load is None:
-                if (reuse := self.sessions.reuse) is not None:
-                    self.sessions.asked(reuse, grant)
+                if self.sessions.reuse is not None:
+                    self.sessions.asked(grant)
                 lease, matched_tokens, host_tokens, slots, _, shares, reaches = grant
                 told = _told(shares) if shares else ()
                 self.reply(control.Granted(request, lease, matched_tokens, host_tokens, slots, None, told, reaches))
@@ -269,8 +270,8 @@ class Member(Connection):
         self.reply(control.Extended(request, results, list(extended.shares)))
 
     def granted(self, request: int, grant: Grant) -> None:
-        if (reuse := self.sessions.reuse) is not None:
-            self.sessions.asked(reuse, grant)
+        if self.sessions.reuse is not None:
+            self.sessions.asked(grant)
         place = None
         if grant.load is not None:
             place = self.owner.loads.begin(self.id, request, grant).place
@@ -632,6 +633,9 @@ class Sessions:
         self.set_tenant = set_tenant
         self.checks = checks
         self.reuse = reuse
+        self._to_follow: list[tuple[Lease, bytes, int, int]] = []  # acquires of this turn, once they are answered
+        if reuse is not None:
+            owner.afterwards = functools.partial(self._follow_asked, reuse)
         self.forecast = forecast
         self.members: set[Member] = set()  # connected, or kept until its uses are over
         self.refusals = Refusals(owner.loop)
@@ -993,16 +997,22 @@ class Sessions:
                 acquires.answered(wake.session, wake.request, self.owner.index.now, None, result.code)
             member.fail(wake.request, result)
 
-    def asked(self, reuse: Reuse, grant: Grant) -> None:
-        """A granted acquire, for who follows what is asked for."""
-        index = self.owner.index
-        lease = index.leases.get(grant.lease)
+    def asked(self, grant: Grant) -> None:
+        """A granted acquire, for who follows what is asked for: once the turn's answers are on their way."""
+        lease = self.owner.index.leases.get(grant.lease)
         if lease is not None and (tokens := lease.since(0)) is not None:
-            lease.reuse = reuse.asked(tokens, lease.namespace, grant.matched_tokens, grant.host_tokens, index.now)
+            self._to_follow.append((lease, tokens, grant.matched_tokens, grant.host_tokens))
+
+    def _follow_asked(self, reuse: Reuse) -> None:
+        for lease, tokens, matched_tokens, host_tokens in self._to_follow:
+            lease.reuse = reuse.asked(tokens, lease.namespace, matched_tokens, host_tokens, self.owner.index.now)
+        self._to_follow.clear()
 
     def _follow(self, reuse: Reuse, result: Committed) -> None:
         """A commit has taken effect: its pages are there from now on."""
         index = self.owner.index
+        if self._to_follow:  # it may be of one of these
+            self._follow_asked(reuse)
         lease = index.leases.get(result.lease)
         if lease is not None and lease.reuse is not None:
             reuse.committed(lease.reuse, 4 * result.committed_tokens, lease.since, index.now)
