@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -45,8 +46,10 @@ class Sloppy(fuzz.Decoder):
                 while True:
                     pass
             case "grows":
-                if self.kept:
-                    self.kept.append(b"\1" * (fuzz.MAX_GROWTH + (64 << 20)))
+                if self.kept:  # fresh memory: an allocator may keep as much of what others gave back
+                    taken = mmap.mmap(-1, fuzz.MAX_GROWTH + (64 << 20))
+                    taken.write(bytes([1]) * len(taken))
+                    self.kept.append(taken)
                 self.kept.append(data)
             case "leaks":
                 os.dup(0)

@@ -21,6 +21,8 @@ from sglcache.bench import trace as traces
 from sglcache.bench.replay import conversations
 from sglcache.testing.daemon import until
 
+pytestmark = pytest.mark.daemons
+
 FREE_PORTS = ("events.endpoint=tcp://127.0.0.1:0", "events.replay_endpoint=tcp://127.0.0.1:0", "http.port=0")
 
 
