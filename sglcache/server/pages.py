@@ -122,7 +122,10 @@ class RankPages:
         asked = [child.ask(about) for child in self.children]
         if waited := [future for future in asked if future is not None]:
             await asyncio.wait(waited, timeout=self.answer_s)
-        answers = [future.result() if future is not None and future.done() else None for future in asked]
+        answers = [
+            future.result() if future is not None and future.done() and future.exception() is None else None
+            for future in asked
+        ]
         for future in waited:
             future.cancel()
         return answers

@@ -251,9 +251,9 @@ MUTATIONS = [
     Mutation(
         "what is committed is the default tenant's", Index, "_adopt", "DEVICE, lease.tenant)\n    ", "DEVICE, 0)\n    "
     ),
-    Mutation("what is committed is still leased", Index, "_adopt", "lost - given", "0"),
+    Mutation("what is committed is still leased", Index, "_adopt", "lease.tenant, -adopted", "lease.tenant, 0"),
     Mutation("an extend is for nothing", Index, "_extended", "lease.tenant, num_fresh", "lease.tenant, 0"),
-    Mutation("who gives back still pays", Index, "_give_back", "-(len(own) // SLOT_BYTES)", "0"),
+    Mutation("who gives back still pays", Index, "_give_back", "lease.tenant, -count", "lease.tenant, 0"),
     Mutation(
         "duplicates that are dropped are still paid for", Index, "_drop_duplicates", "-(len(slots) // SLOT_BYTES)", "0"
     ),
