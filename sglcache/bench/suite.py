@@ -343,6 +343,7 @@ def _shown(words: Sequence[str]) -> str:
     shown = " ".join(words)
     for name, short in names.items():
         shown = shown.replace(name, short)
+    shown = re.sub(r"\S*/(?=bin/python)", ".venv-peers/", shown)
     return re.sub(r"(?<=--trace )\S*/", "", shown)
 
 

@@ -92,13 +92,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def work(daemon: Daemon) -> None:
     """So much that pages leave both tiers, some come back from each, and a reader has a snapshot."""
     with daemon.client() as client:
-        for number in (*range(12), *range(12)):
-            with client.acquire(
-                range(1000 * number, 1000 * number + 16 * P), tenant="a" if number % 2 else None
-            ) as lease:
-                lease.wait_loaded()
-                lease.commit()
-    daemon.settle()
+        for _ in range(2):
+            for number in range(12):
+                with client.acquire(
+                    range(1000 * number, 1000 * number + 16 * P), tenant="a" if number % 2 else None
+                ) as lease:
+                    lease.wait_loaded()
+                    lease.commit()
+            daemon.settle()
+            until(lambda: not any((daemon.status(prove=False)["third"] or {"queued": {}})["queued"].values()))
     stream = daemon.status(prove=False)["stream"]
     with Mirror(stream["endpoint"], stream["replay_endpoint"]) as mirror:
         assert mirror.catch_up(stream["next_seq"] - 1, 10.0)
