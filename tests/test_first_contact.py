@@ -234,7 +234,8 @@ def test_a_server_s_address_that_is_wrong_says_which_is_meant(lend: Callable[...
 
 def test_a_page_that_there_is_not_names_those_that_there_are(lend: Callable[..., Daemon]) -> None:
     told = lend().ask("/helth")
-    assert told["error"]["message"] == "404 Not Found; GET /health, /server_info, /digest or /metrics"
+    message = "404 Not Found; GET /health, /server_info, /digest, /metrics or /api; a browser gets a page at /"
+    assert told["error"]["message"] == message
 
 
 def test_a_subscriber_at_a_wrong_port_hears_that_nothing_comes(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
