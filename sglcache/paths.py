@@ -133,6 +133,18 @@ def lock(path: Path) -> int:
         os.close(held)
 
 
+def is_locked(lock: Path) -> bool:
+    """Whether a process holds this file by a lock, as `lock` takes it. False as well where there is none to be read."""
+    try:
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def unlock(path: Path, held: int) -> None:
     """Let go of `path`, and leave no file behind. It goes before the lock does, so nobody else's can be removed."""
     with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ whether one can be made. What can't be found out stays at its default.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import os
 import platform
@@ -269,18 +268,7 @@ def _sockets(folder: Path, named: Path | None) -> Iterator[Socket]:
                 answers = True
             except OSError:
                 answers = False
-        yield Socket(path, info.st_uid, stat.S_IMODE(info.st_mode), _held(Path(f"{path}.lock")), answers)
-
-
-def _held(lock: Path) -> bool:
-    try:
-        with open(lock, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
+        yield Socket(path, info.st_uid, stat.S_IMODE(info.st_mode), paths.is_locked(Path(f"{path}.lock")), answers)
 
 
 def _reserved(config: Config | None) -> float | None:

@@ -33,7 +33,7 @@ from sglcache.memory.mapping import create_memfd
 from sglcache.memory.rings import LoadRing
 from sglcache.server import checks
 from sglcache.server.channel import Answer as RankAnswer
-from sglcache.server.channel import Ask, Beat, Channel, Drain, Failed, Keep, Ready, Start
+from sglcache.server.channel import Ask, Beat, Channel, Drain, Failed, Keep, Long, Ready, Refusal, Start
 from sglcache.server.child import Child
 from sglcache.server.collector import Collector
 from sglcache.server.explaining import Explaining
@@ -561,6 +561,8 @@ class Channels(Decoder):
             Ready({"stream": None}),
             Beat("ok", 10, {"DEVICE": (1, 2)}),
             RankAnswer(1, {"a": [1]}),
+            RankAnswer(1, None, Refusal("bad_request", "no", {"a": 1})),
+            Long(5),
             Failed("config", "no", {"path": "a"}),
             Keep("pool"),
         ]

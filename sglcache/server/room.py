@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import resource
 import tempfile
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from sglcache import paths
 from sglcache.config import Config, size_text
 from sglcache.errors import ConfigError
 from sglcache.memory.geometry import (
@@ -413,7 +413,7 @@ def disk(config: Config, *, patient: bool = True) -> DiskRoom | None:
     except OSError as exc:
         raise ConfigError(f"storage.path = {storage.path}: {exc.strerror}", path="storage.path") from None
     want, free = storage.size * len(config.parallel.local()), status.f_bavail * status.f_frsize
-    in_use = tuple(str(folder) for folder in folders if patient and _is_locked(folder / "lock"))
+    in_use = tuple(str(folder) for folder in folders if patient and paths.is_locked(folder / "lock"))
     return DiskRoom(storage.path, want, _used(storage.path) if patient or want > free else 0, free, in_use)
 
 
@@ -436,18 +436,6 @@ def _refusal(folder: Path, made: bool) -> str | None:
         if not made:
             return f"has no room ({exc.strerror}); make some, or give a folder on another disk"
     return None
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a daemon holds it."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def _used(folder: Path) -> int:
