@@ -7,13 +7,16 @@ Source of the signatures: cuda.h of CUDA 12.8 and 13.0. cuMemcpyBatchAsync came 
 13.0, whose library has the new form under the name cuMemcpyBatchAsync_v2, and the old one beside it. Where there is
 neither (older drivers), the copies are enqueued one by one.
 
-Handles, addresses, streams and events are Python integers. A thread must have said `use` before anything else.
+Handles, addresses, streams and events are Python integers. What is about a
+device's memory or streams is for a thread that has said `use`, or is within `on`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,16 +100,22 @@ class LibCuda:
         except OSError as exc:
             raise ConfigError(f'pool.device = "cuda", and this machine has no CUDA driver: {exc}') from exc
         self._batch, self._tells_index = self._find_batch()
-        self._contexts: dict[int, int] = {}
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._lock = threading.Lock()
         self.call("cuInit", ctypes.c_uint(0))
 
     def use(self, device: int) -> None:
-        """The device's primary context, which torch's kernels in this process would share."""
-        number = ctypes.c_int()
-        self.call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
-        context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
-        self.call("cuCtxSetCurrent", context)
+        """Have the calling thread speak of this device, from now on."""
+        self.call("cuCtxSetCurrent", self._context(device))
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """As `use`, for as long as this lasts: for a thread that is another's, whose torch may speak of another one."""
+        self.call("cuCtxPushCurrent_v2", self._context(device))
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def stream(self) -> int:
         stream = ctypes.c_void_p()
@@ -145,9 +154,9 @@ class LibCuda:
     def done(self, event: int) -> bool:
         return self.call("cuEventQuery", ctypes.c_void_p(event), also=NOT_READY) == SUCCESS
 
-    def pin(self, address: int, num_bytes: int) -> None:
-        flags = ctypes.c_uint(HOST_REGISTER_PORTABLE)
-        self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), flags)
+    def pin(self, address: int, num_bytes: int) -> bool:
+        arguments = (ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(HOST_REGISTER_PORTABLE))
+        return self.call("cuMemHostRegister_v2", *arguments, also=OUT_OF_MEMORY) == SUCCESS
 
     def unpin(self, address: int) -> None:
         self.call("cuMemHostUnregister", ctypes.c_void_p(address))
@@ -291,7 +300,17 @@ class LibCuda:
         """What is put into the stream from now on waits for what was recorded last; for nothing, if nothing was."""
         self.call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
 
-    # -- calls ------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _context(self, device: int) -> ctypes.c_void_p:
+        """The device's primary one, which torch's kernels in this process share. It stays, for the process's life."""
+        with self._lock:
+            if (context := self._contexts.get(device)) is None:
+                number, context = ctypes.c_int(), ctypes.c_void_p()
+                self.call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
+                self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+                self._contexts[device] = context
+            return context
 
     def _find_batch(self) -> tuple[str | None, bool]:
         """The batched copy's name, and whether it wants to tell which copy failed."""

@@ -70,8 +70,9 @@ class Driver(Protocol):
 
     def done(self, event: int) -> bool: ...
 
-    def pin(self, address: int, num_bytes: int) -> None:
-        """For every device's copies."""
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """For every device's copies. False: the machine won't have so much pinned."""
+        ...
 
     def unpin(self, address: int) -> None: ...
 
@@ -120,7 +121,7 @@ class _Job(NamedTuple):
 class _Pin(NamedTuple):
     address: int
     num_bytes: int
-    over: Future[None]
+    over: Future[bool]
 
 
 class _Mark(NamedTuple):
@@ -152,11 +153,14 @@ class CudaEngine(CopyEngine):
         numbers = sorted({_device_of(pair) for way in ways for pair in way.pairs})
         self._devices = [_Device(self, number, driver, list(self.lanes.values())) for number in numbers]
 
-    def pin(self, address: int, num_bytes: int) -> None:
-        """Pin host memory, for all devices, until the engine is closed. Blocks; errors as the driver's."""
-        over: Future[None] = Future()
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Pin host memory, for all devices, until the engine is closed; False: the machine won't. Blocks.
+
+        Errors as the driver's.
+        """
+        over: Future[bool] = Future()
         self._devices[0].queue.put(_Pin(address, num_bytes, over))
-        over.result()
+        return over.result()
 
     def fail(self, error: BaseException) -> None:
         """A device's thread is told that the card is lost."""
@@ -233,12 +237,13 @@ class _Device:
                         self._enqueue(lane, flight)
                     case _Pin(address, num_bytes, over):
                         try:
-                            self.driver.pin(address, num_bytes)
+                            pinned = self.driver.pin(address, num_bytes)
                         except BaseException as exc:
                             over.set_exception(exc)
                             raise
-                        self._pinned.append(address)
-                        over.set_result(None)
+                        if pinned:
+                            self._pinned.append(address)
+                        over.set_result(pinned)
                     case None:
                         self._ending = True
                 del job

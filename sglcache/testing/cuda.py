@@ -26,6 +26,7 @@ class FakeDriver:
         self.calls: list[tuple[str, int, str]] = []
         self.batches: list[tuple[int, int]] = []  # (device, ranges)
         self.pinned: dict[int, int] = {}
+        self.pinnable = 1 << 62  # bytes of one range
         self.broken = broken  # the next call of this name fails, and all after it
         self.streams: dict[int, deque[Callable[[], None]]] = {}
         self.device_of: dict[int, int] = {}
@@ -86,9 +87,12 @@ class FakeDriver:
         self._called("done")
         return self._over[event] == self._recorded[event]
 
-    def pin(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int) -> bool:
         self._called("pin")
+        if num_bytes > self.pinnable:
+            return False
         self.pinned[address] = num_bytes
+        return True
 
     def unpin(self, address: int) -> None:
         self._called("unpin")
