@@ -213,6 +213,21 @@ class PoolConfig(Section):
         description="Tensor-parallel shards on this host: one tensor each, one page table. They split the heads; more "
         "shards than heads share them.",
     )
+    untried: bool = Field(
+        default=False,
+        description="Serve from cards although this version's CUDA code has not run on one: to find out, not to rely "
+        "on. docs/gpu.md.",
+    )
+    gpus: list[Annotated[int, Field(ge=0, le=1023)]] | None = Field(
+        default=None,
+        description="On cards: the number of each shard's card, as CUDA_VISIBLE_DEVICES counts, for all shards of this "
+        "host's first rank, then of its second; one may be there twice. By default 0, 1, 2 and on.",
+    )
+    export: Literal["fd", "ipc"] = Field(
+        default="fd",
+        description="On cards: how runners get the pool; fd: a descriptor of memory that is gone with its last user; "
+        "ipc: a legacy IPC handle, for drivers that export no descriptors.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> PoolConfig:
@@ -1176,7 +1191,33 @@ class Config(Section):
                 value=slots,
             )
         self._check_storage(stages)
+        self._check_gpus()
         return self
+
+    def gpus_of(self, dp_rank: int, pp_rank: int) -> list[int]:
+        """On cards: the number of each shard's card."""
+        first = self.parallel.local().index((dp_rank, pp_rank)) * self.pool.num_shards
+        shards = range(first, first + self.pool.num_shards)
+        return list(shards) if self.pool.gpus is None else [self.pool.gpus[shard] for shard in shards]
+
+    def _check_gpus(self) -> None:
+        if self.pool.gpus is None:
+            return
+        ranks = len(self.parallel.local())
+        if len(self.pool.gpus) != ranks * self.pool.num_shards:
+            raise ConfigError(
+                f"pool.gpus = {self.pool.gpus}: {ranks} ranks of {self.pool.num_shards} shards are on this host; write "
+                f"{ranks * self.pool.num_shards} numbers, or leave it out",
+                path="pool.gpus",
+                value=self.pool.gpus,
+            )
+        if self.pool.device != "cuda":
+            raise ConfigError(
+                f'pool.gpus = {self.pool.gpus}, and pool.device = "{self.pool.device}"; write pool.device = "cuda", or '
+                "leave pool.gpus out",
+                path="pool.gpus",
+                value=self.pool.gpus,
+            )
 
     def _check_storage(self, stages: Sequence[Config]) -> None:
         kind = self.storage.kind

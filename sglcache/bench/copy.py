@@ -33,7 +33,7 @@ from sglcache.bench.harness import BenchError, Comparison, Row, in_turn, run_jso
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.engine import LoadPlace, Transfer, ways_of
 from sglcache.memory.geometry import Geometry
-from sglcache.memory.pools import DevicePools, HostPools
+from sglcache.memory.pools import HostPools, Pools, make_memfd_pool
 from sglcache.server.allocator import copy_past_caches
 from sglcache.units import TicketId, Tier
 
@@ -93,7 +93,10 @@ class Bench:
             host_pages=num_pages,
         )
         self.page_bytes = self.geometry.page_bytes
-        self.device, self.host = DevicePools(self.geometry), HostPools(self.geometry)
+        self.device, self.host = (
+            Pools("device", 1, self.geometry.placement(), make_memfd_pool),
+            HostPools(self.geometry),
+        )
         self.device.shards[0].buffer[:] = 3
         self.host.shards[0].buffer[:] = 5
         self._done: SimpleQueue[tuple[TicketId, bool, Any]] = SimpleQueue()

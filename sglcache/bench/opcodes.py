@@ -133,7 +133,7 @@ class Served:
         )
         config = Config()
         self.load_ring = LoadRing(1, 1)
-        offer = Offer(1, "", Geometry.of(config).to_wire(), [], 0, 0, 0, 1, 1)
+        offer = Offer(1, "", Geometry.of(config).to_wire(), [], 0, 0, 1, 1)
         explaining = Explaining(self.owner, config.observe.requests, config.observe.max_size)
         limits = Limits(config.limits)
         self.sessions = Sessions(self.owner, self.load_ring, offer, _facts, dict, limits, explaining, _refuse)

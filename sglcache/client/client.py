@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglcache import paths
+from sglcache.client.cards import Cards, Streams, on_cards
 from sglcache.client.companions import StatePool, WindowPool
 from sglcache.client.connection import UNFIT, Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
@@ -61,7 +62,7 @@ from sglcache.units import Tier
 from sglcache.wire import control
 
 if TYPE_CHECKING:
-    from sglcache.memory.views import KVViews, StateViews
+    from sglcache.memory.views import Bytes, KVViews, StateViews
 
 NUM_EVENTS = 4096  # of a member's ring: as many of its commits and releases may be held back at a time
 
@@ -164,8 +165,10 @@ class Member:
         hello: control.Hello,
         ring: EventRing | None,
         spin_us: float | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self._ring = ring
+        self._cards: Cards | None = None  # None: the pools are shared memory
         self._spin_us = spin_us
         self._hello = hello
         self._attaching = threading.Lock()
@@ -204,6 +207,7 @@ class Member:
                 else:
                     self.mamba = StatePool(self, each, StateGeometry.from_wire(each.geometry))
             self._loads = self._load_ring(self._connection)
+            self._cards = self._on_cards(streams)
         except BaseException:
             self._let_go("this client never stood")
             raise
@@ -221,7 +225,8 @@ class Member:
         if self._ring is None:
             return None
         welcome, fds = connection.welcome, connection.fds
-        at = len(welcome.pools) + sum(len(each.pools) for each in welcome.companions)
+        every = [*welcome.pools, *(pool for each in welcome.companions for pool in each.pools)]
+        at = sum(not isinstance(pool, control.CudaIpcHandle) for pool in every)
         if len(fds) < at + 2:
             raise ConfigError(f"the daemon sent {len(fds)} descriptors; update the older side")
         fd, doorbell = fds.pop(at), fds.pop(at)
@@ -232,6 +237,12 @@ class Member:
             raise
         finally:
             os.close(fd)
+
+    def _on_cards(self, streams: Streams | None) -> Cards | None:
+        handles = on_cards(self._welcome)
+        if not handles or self._ring is None or self._loads is None:
+            return None
+        return Cards(handles, self._ring, self._loads, streams)
 
     @property
     def pools(self) -> list[KVViews]:
@@ -248,17 +259,17 @@ class Member:
         """The one device pool that this member maps: `pool.k[layer][slots]` is where KV is read and written."""
         return self.only(self.pools, "pools")
 
-    def mapped_tokens(self, resource: str, form: Geometry, handles: list[control.PoolHandle]) -> list[KVViews]:
+    def mapped_tokens(self, resource: str, form: Geometry, handles: list[control.Pool]) -> list[KVViews]:
         """A resource's pools, mapped when they are asked for first."""
         from sglcache.memory.views import KVViews
 
-        return self._mapped(resource, lambda handle, fd: KVViews(fd, form, handle.shard), handles)
+        return self._mapped(resource, lambda memory, shard: KVViews(memory, form, shard), handles)
 
-    def mapped_states(self, resource: str, form: StateGeometry, handles: list[control.PoolHandle]) -> list[StateViews]:
+    def mapped_states(self, resource: str, form: StateGeometry, handles: list[control.Pool]) -> list[StateViews]:
         """As `mapped_tokens`."""
         from sglcache.memory.views import StateViews
 
-        return self._mapped(resource, lambda handle, fd: StateViews(fd, form, handle.shard), handles)
+        return self._mapped(resource, lambda memory, shard: StateViews(memory, form, shard), handles)
 
     def only(self, pools: list[V], name: str) -> V:
         """The one pool of this member. BadRequest: it maps none, or several."""
@@ -273,18 +284,29 @@ class Member:
         with self._connection.lock:
             self._call(control.Ping(self._connection.number()))
 
-    def wait_loaded(self, load: tuple[int, int], layer: int | None = None) -> None:
+    def wait_loaded(self, load: tuple[int, int], layer: int | None = None, *, on_stream: bool = False) -> None:
         """Block until a lease's `load` is readable, in one layer or in all.
 
         Layers are those of `pool`; what `window` and `mamba` have of the load is there before the first of them. Where
         there are none, wait for all. TransferError: the load failed. DaemonRestarted: the daemon's life is over; a
         `load` of that life means nothing to the next, and must not be waited for there.
+
+        `on_stream`, of pools on cards: have the streams wait for it instead, before what is put into them next, and
+        return at once. A load that failed, or whose daemon is gone, lets them go on with what isn't there: so say
+        `wait_loaded` without it before what was computed is used; a commit is refused then.
         """
         if self._loads is None:
             raise BadRequest(f"{with_article(self.role)} maps no pages that could be loaded; its workers wait")
         slot, generation = load
         loads, connection = self._loads, self._connection
-        for each in range(self.geometry.load_layers) if layer is None else (layer,):
+        layers = range(self.geometry.load_layers) if layer is None else range(layer, layer + 1)
+        if on_stream:
+            if self._cards is None:
+                raise BadRequest("on_stream: the pools are shared memory, which no stream reads", argument="on_stream")
+            with connection.lock:
+                self._cards.wait_loaded(load, layers, connection.socket)
+            return
+        for each in layers:
             if loads.done(slot, generation, each):
                 continue
             with connection.lock:
@@ -316,19 +338,26 @@ class Member:
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _mapped(
-        self, resource: str, view: Callable[[control.PoolHandle, int], Any], handles: list[control.PoolHandle]
-    ) -> list[Any]:
+    def _mapped(self, resource: str, view: Callable[[int | Bytes, int], Any], handles: list[control.Pool]) -> list[Any]:
         connection = self._connection
         with connection.lock:
             connection.pull()  # raises if it is at its end, though nobody has noticed yet
             if resource not in self._pools:
-                fds = connection.fds
-                for handle in handles:
-                    if not 0 <= handle.fd_index < len(fds):
-                        raise ProtocolError(f"a pool is to be descriptor {handle.fd_index} of {len(fds)}")
-                self._pools[resource] = [view(handle, fds[handle.fd_index]) for handle in handles]
+                self._pools[resource] = [view(self._memory(handle), handle.shard) for handle in handles]
             return self._pools[resource]
+
+    def _memory(self, handle: control.Pool) -> int | Bytes:
+        """Where a pool is: its memfd, which stays the connection's, or a card's memory, mapped."""
+        fds, fd = self._connection.fds, None
+        if not isinstance(handle, control.CudaIpcHandle):
+            if not 0 <= handle.fd_index < len(fds):
+                raise ProtocolError(f"a pool is to be descriptor {handle.fd_index} of {len(fds)}")
+            fd = fds[handle.fd_index]
+            if isinstance(handle, control.PoolHandle):
+                return fd
+        if self._cards is None:
+            raise ProtocolError(f"{with_article(self.role)} is told of a pool on a card, and of no rings")
+        return self._cards.open(handle, fd)
 
     def _reattach(self, hello: control.Hello, timeout_s: float) -> bool:
         """Join the daemon's next life, as `hello` says; False: the session stands, and nothing is done.
@@ -361,6 +390,8 @@ class Member:
                 self._drop_mappings()
                 self._connection, self._loads = connection, loads
                 self._joined(connection.welcome)
+                if self._cards is not None and loads is not None:
+                    self._cards.join(on_cards(connection.welcome), loads)
         return True
 
     def _next_life(self, hello: control.Hello, timeout_s: float) -> Connection:
@@ -386,6 +417,8 @@ class Member:
 
     def _record(self) -> tuple[int, int]:
         """An event behind everything written so far; (0, 0) of a member that touches nothing."""
+        if self._cards is not None:
+            return self._cards.record()
         return (0, 0) if self._ring is None else self._ring.record_unrung()
 
     def _call(self, command: Request) -> dict[str, Any]:
@@ -405,11 +438,16 @@ class Member:
 
     def _let_go(self, why: str) -> None:
         self._connection.close(why)
+        self._drop_mappings()
+        if self._cards is not None:
+            self._cards.close()
+            self._cards = None
         if self._ring is not None:
             self._ring.close()
-        self._drop_mappings()
 
     def _drop_mappings(self) -> None:
+        if self._cards is not None:
+            self._cards.leave()
         if self._loads is not None:
             self._loads.close()
         for pools in self._pools.values():
@@ -420,6 +458,7 @@ class Member:
     def _in_child(self) -> None:
         """After a fork: the parent has all this, and the thread that may hold the lock isn't here."""
         self._connection.lock = threading.Lock()
+        self._cards = None  # CUDA is the parent's alone
         if not self._connection.closed:
             self._let_go("this client belongs to the parent of this forked process; attach anew")
 
@@ -438,6 +477,7 @@ class Client(Member):
         dp_size: int | None = None,
         ring: EventRing | None = None,
         spin_us: float | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Attach to the daemon at `socket`, by default where `sglcache serve` of this user puts it.
 
@@ -449,6 +489,9 @@ class Client(Member):
         `spin_us`: how many microseconds to look for an answer, holding a processor, before sleeping for it: to be woken
         takes longer than most answers do. 0: never. None: 50 where this process may use four processors or more, else
         never. Where looking does not pay it is soon left off, and tried again later.
+
+        `streams`, of pools on cards: by a card's number in this process the stream (a CUstream, as an integer) whose
+        work this client's events are behind; by default torch's current one.
         """
         name = _name(name)
         spin_us = None if spin_us is None else _spin(spin_us)
@@ -458,7 +501,7 @@ class Client(Member):
             raise BadRequest("a worker joins a scheduler's session: use Worker(token, shard)")
         num_events = ring.num_events if ring is not None else 0
         hello = control.Hello(control.PROTOCOL, name, role, num_events=num_events)
-        super().__init__(socket, rank, dp_size, hello, ring, spin_us)
+        super().__init__(socket, rank, dp_size, hello, ring, spin_us, streams)
         self.token = self._welcome.session
         """What a scheduler's workers attach with."""
         self.has_workers = role == "scheduler"
@@ -944,15 +987,16 @@ class Worker(Member):
         *,
         dp_size: int | None = None,
         ring: EventRing | None = None,
+        streams: Streams | None = None,
     ) -> None:
-        """Join the session of `Client(role="scheduler").token` as its `shard`; `rank` as there.
+        """Join the session of `Client(role="scheduler").token` as its `shard`; `rank` and `streams` as there.
 
         UnknownSession: that session is none of this rank's. SessionEnded.
         """
         name = _name(name)
         ring = ring or EventRing(NUM_EVENTS)
         hello = control.Hello(control.PROTOCOL, name, "worker", token, shard, ring.num_events)
-        super().__init__(socket, rank, dp_size, hello, ring)
+        super().__init__(socket, rank, dp_size, hello, ring, streams=streams)
         self.shard = shard
 
     def reattach(self, token: bytes, timeout_s: float = 30.0) -> None:

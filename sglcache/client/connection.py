@@ -328,6 +328,12 @@ class Connection:
         while len(self._rest) >= HEADER and len(self._rest) >= HEADER + int.from_bytes(self._rest[:HEADER], "big"):
             self._keep(self._read())
 
+    @property
+    def socket(self) -> sockets.socket:
+        """Its own end."""
+        self._check()
+        return self._sock
+
     def fileno(self) -> int:
         """Readable when `pull` would find something."""
         self._check()

@@ -129,14 +129,14 @@ class Lease:
 
     # -- more pages ---------------------------------------------------------------------------------------
 
-    def wait_loaded(self, layer: int | None = None) -> None:
+    def wait_loaded(self, layer: int | None = None, *, on_stream: bool = False) -> None:
         """Block until what comes from the host is readable, in one layer or in all.
 
-        TransferError: the load failed; abort the lease and acquire anew.
+        `on_stream`: as of `Client.wait_loaded`. TransferError: the load failed; abort the lease and acquire anew.
         """
         if self.load is not None:
             self.session.check()
-            self._client.wait_loaded(self.load, layer)
+            self._client.wait_loaded(self.load, layer, on_stream=on_stream)
 
     def extend(
         self,

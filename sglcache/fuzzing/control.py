@@ -186,7 +186,7 @@ class Commands(Decoder):
             heartbeat_s=3600.0,
         )
         self.ring = LoadRing(4, 2)
-        offer = Offer(1, "fuzz", GEOMETRY, [], 0, 0, 0, 1, 1)
+        offer = Offer(1, "fuzz", GEOMETRY, [], 0, 0, 1, 1)
         self.sessions = Sessions(
             self.owner,
             self.ring,
@@ -405,9 +405,14 @@ class Welcomes(Decoder):
             8, 2, (control.StateForm("conv", (2, 4), "float32"),), "page_first", 1, 0, "page_first"
         )
         mamba = control.CompanionHandle("mamba", state, [control.PoolHandle(0, 1 << 16, 1)], 0, 8)
-        pools = [control.PoolHandle(0, 1 << 16, 0)]
+        pool = control.PoolHandle(0, 1 << 16, 0)
+        cards: list[control.Pool] = [
+            control.CudaPoolHandle(0, 1 << 16, 0, bytes(16), 2 << 20),
+            control.CudaIpcHandle(0, 1 << 16, bytes(16), bytes(64), 0),
+        ]
         self.corpus = [
-            encode(control.Welcome(control.PROTOCOL, 1, "1", bytes(16), GEOMETRY, pools, 4, 0, 0, 1, 1, companions))
+            encode(control.Welcome(control.PROTOCOL, 1, "1", bytes(16), GEOMETRY, [first], 4, 0, 0, 1, 1, companions))
+            for first in (pool, *cards)
             for companions in ([], [window], [mamba], [window, mamba])
         ] + [encode(control.Refusal("no_space", "no", {"need": 1}))]
         self.folder = Path(tempfile.mkdtemp())

@@ -161,6 +161,10 @@ class LibCuda:
     def unpin(self, address: int) -> None:
         self.call("cuMemHostUnregister", ctypes.c_void_p(address))
 
+    def synchronize(self, stream: int) -> None:
+        """Block until all that is in the stream is done."""
+        self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
     def release(self, streams: Sequence[int], events: Sequence[int]) -> None:
         for stream in streams:
             self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream))

@@ -114,6 +114,11 @@ def map_words(fd: int, num_words: int) -> memoryview:
     return memoryview(map_shared(fd, num_words * WORD_BYTES)).cast("B").cast("Q")
 
 
+def address_of(words: memoryview) -> int:
+    """Where the memory behind a writable view begins."""
+    return ctypes.addressof(ctypes.c_uint8.from_buffer(words))
+
+
 def _unmap(address: int, num_bytes: int, pid: int) -> None:
     # In a forked child the addresses were never ours, and may be another's by now.
     if os.getpid() == pid:

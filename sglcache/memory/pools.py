@@ -1,4 +1,6 @@
-"""The memory that a rank owns: on the device a memfd for each shard, on the host one for each part, mapped.
+"""The memory that a rank owns: on the device a pool for each shard, on the host one for each part, mapped.
+
+On a CPU both are memfds; on cards the device's are `cuda_pools`'.
 
 Which page is whose, the core knows; where its bytes lie, `geometry`. On a CPU a rank moves pages and never looks into
 them, so it does without torch, whose import is most of a cold start. `pages` is a torch tensor for whoever asks for it.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ from sglcache.errors import ClosedError
 from sglcache.memory.geometry import FULL, Form, Placement, Region, moves
 from sglcache.memory.mapping import create_memfd, map_shared, populate
 from sglcache.units import Tier
+from sglcache.wire import control
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +65,15 @@ class Pool:
         """Where the buffer begins in this process. ClosedError once closed."""
         return int(self.buffer.ctypes.data)
 
+    @property
+    def fds(self) -> list[int]:
+        """What `handle` needs beside it."""
+        return [self.fd]
+
+    def handle(self, shard: int, fd_index: int) -> control.Pool:
+        """As it is told of to a member, whose Welcome's descriptor `fd_index` is `fds`'s."""
+        return control.PoolHandle(shard, self.num_bytes, fd_index)
+
     def rows(self, region: Region) -> Rows:
         """void [num_pages], strided, an item a page's bytes of the region, on the shared memory."""
         item = np.dtype(f"V{region.num_bytes}")
@@ -91,14 +103,35 @@ class Pool:
             os.close(self.fd)
 
 
-class Pools:
+class DevicePool(Protocol):
+    """What a rank knows of a shard's pool, wherever that is."""
+
+    placement: Placement
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def fds(self) -> list[int]: ...
+
+    def handle(self, shard: int, fd_index: int) -> control.Pool: ...
+
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=DevicePool, covariant=True)
+MakeDevicePool = Callable[[int, str, Placement], DevicePool]
+"""(shard, name, placement): a shard's pool."""
+
+
+class Pools(Generic[P]):
     """One tier of one resource of a rank. Without pages, no pools."""
 
-    def __init__(self, name: str, count: int, placement: Placement, source: Source = create_memfd) -> None:
-        shards: list[Pool] = []
+    def __init__(self, name: str, count: int, placement: Placement, make: Callable[[int, str, Placement], P]) -> None:
+        shards: list[P] = []
         try:
             for number in range(count if placement.num_pages else 0):
-                shards.append(Pool(f"{name}-{number}", placement, source))
+                shards.append(make(number, f"{name}-{number}", placement))
         except BaseException:
             for pool in shards:
                 pool.close()
@@ -110,28 +143,38 @@ class Pools:
             pool.close()
 
 
-class DevicePools(Pools):
-    """What runners map: a pool for each shard. On a CPU: memfds."""
-
-    def __init__(self, form: Form, resource: str = FULL) -> None:
-        super().__init__(_name("device", resource), form.num_shards, form.placement(Tier.DEVICE))
+def make_memfd_pool(shard: int, name: str, placement: Placement) -> Pool:
+    """Shared memory, new and zero."""
+    return Pool(name, placement)
 
 
-class HostPools(Pools):
+class DevicePools(Pools[DevicePool]):
+    """What runners map: a pool for each shard."""
+
+    def __init__(self, form: Form, resource: str = FULL, make: MakeDevicePool = make_memfd_pool) -> None:
+        super().__init__(_name("device", resource), form.num_shards, form.placement(Tier.DEVICE), make)
+
+
+class HostPools(Pools[Pool]):
     """The second tier, which nobody but the rank sees: a pool for each part."""
 
     def __init__(self, form: Form, resource: str = FULL, source: Source = create_memfd) -> None:
-        super().__init__(_name("host", resource), form.num_parts, form.placement(Tier.HOST), source)
+        def make(shard: int, name: str, placement: Placement) -> Pool:
+            return Pool(name, placement, source)
+
+        super().__init__(_name("host", resource), form.num_parts, form.placement(Tier.HOST), make)
 
 
 class ResourcePools:
     """What a rank has of one resource, in both tiers."""
 
-    def __init__(self, name: str, form: Form, source: Source = create_memfd) -> None:
-        """`source`: of the host's memory."""
+    def __init__(
+        self, name: str, form: Form, source: Source = create_memfd, make: MakeDevicePool = make_memfd_pool
+    ) -> None:
+        """`source`: of the host's memory; `make`: the device's."""
         self.name = name
         self.form = form
-        self.device = DevicePools(form, name)
+        self.device = DevicePools(form, name, make)
         try:
             self.host = HostPools(form, name, source)
         except BaseException:

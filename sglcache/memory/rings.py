@@ -21,10 +21,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from sglcache.errors import BadRequest, Busy, ClosedError, ProtocolError, TransferError
-from sglcache.memory.mapping import WORD_BYTES, create_memfd, map_words
+from sglcache.memory.mapping import WORD_BYTES, address_of, create_memfd, map_words
 
 MAX_EVENTS = 1 << 20  # of a ring that a runner offers
-FAILED = (1 << 64) - 1  # in place of a generation: the load went wrong
+FAILED = (1 << 63) - 1  # in place of a generation: the load went wrong. A stream's wait for one ends with it, too
 
 
 class EventRing:
@@ -45,7 +45,15 @@ class EventRing:
             raise
         self._generations = [0] * num_events
         self._free = deque(range(num_events))
+        self._handed_over: deque[tuple[int, int]] = deque()  # what another completes, in the order of handing over
         self._closed = False
+
+    @property
+    def address(self) -> int:
+        """Where event 0's word is in this process; the others follow, 8 bytes each. ClosedError."""
+        if self._closed:
+            raise ClosedError("the event ring is closed")
+        return address_of(self._words)
 
     def reserve(self) -> tuple[int, int]:
         """Take an event of a new generation, to be completed. Busy if all are held; ClosedError once closed.
@@ -54,6 +62,8 @@ class EventRing:
         """
         if self._closed:
             raise ClosedError("the event ring is closed")
+        if not self._free:
+            self._take_back()
         if not self._free:
             raise Busy(f"all {self.num_events} events are held back; complete one", events=self.num_events)
         event = self._free.popleft()
@@ -69,6 +79,19 @@ class EventRing:
         self._words[event] = generation
         os.eventfd_write(self.doorbell, 1)
         self._free.append(event)
+
+    def hand_over(self, event: int, generation: int) -> None:
+        """Have another complete it: who writes its word, such as a stream, and rings no doorbell."""
+        self._handed_over.append((event, generation))
+
+    def _take_back(self) -> None:
+        """What was handed over and is complete can be reserved again."""
+        while self._handed_over:
+            event, generation = self._handed_over[0]
+            if self._words[event] < generation:
+                return
+            self._handed_over.popleft()
+            self._free.append(event)
 
     def record(self) -> tuple[int, int]:
         """Reserve and complete."""
@@ -219,17 +242,41 @@ class LoadRingReader:
         self._num_layers = num_layers
         self.doorbell = doorbell
 
+    @property
+    def num_words(self) -> int:
+        return self._num_slots * self._num_layers
+
+    @property
+    def address(self) -> int:
+        """Where word 0 is in this process; the others follow, 8 bytes each. ClosedError."""
+        if self.doorbell < 0:
+            raise ClosedError("the load ring is closed")
+        return address_of(self._words)
+
+    def word(self, slot: int, layer: int) -> int:
+        """The number of the word that tells of this layer. BadRequest; ClosedError."""
+        if self.doorbell < 0:
+            raise ClosedError("the load ring is closed")
+        if not (0 <= slot < self._num_slots and 0 <= layer < self._num_layers):
+            raise BadRequest(f"layer {layer} of {self._num_layers} in load slot {slot} of {self._num_slots}")
+        return slot * self._num_layers + layer
+
+    def give_up(self, word: int, generation: int) -> None:
+        """The daemon is gone, and writes nothing more: a load of ours failed, and no stream waits for it."""
+        if self.doorbell >= 0 and self._words[word] < generation:
+            self._words[word] = FAILED
+
+    def is_open(self, word: int, generation: int) -> bool:
+        """Whether it is still waited for."""
+        return self.doorbell >= 0 and self._words[word] < generation
+
     def done(self, slot: int, generation: int, layer: int) -> bool:
         """Whether this layer of the load is readable.
 
         TransferError if the load failed: the hit is not there, release the lease. BadRequest for a slot or layer that
         is not; ClosedError.
         """
-        if self.doorbell < 0:
-            raise ClosedError("the load ring is closed")
-        if not (0 <= slot < self._num_slots and 0 <= layer < self._num_layers):
-            raise BadRequest(f"layer {layer} of {self._num_layers} in load slot {slot} of {self._num_slots}")
-        word = self._words[slot * self._num_layers + layer]
+        word = self._words[self.word(slot, layer)]
         if word == FAILED:
             raise TransferError("the load from the host failed; release the lease and acquire anew", slot=slot)
         return bool(word >= generation)

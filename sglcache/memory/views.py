@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.errors import BadRequest, ClosedError, extras
+from sglcache.errors import BadRequest, ClosedError, ProtocolError, extras
 from sglcache.memory.geometry import ITEM_BYTES, Form, Geometry, StateGeometry
 from sglcache.memory.mapping import map_shared
 
@@ -22,7 +22,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[np.uint8]
+
+
+class Bytes(Protocol):
+    """A shard's pool, wherever it is, mapped until the last tensor or array made from it is gone."""
+
+    num_bytes: int
+
+    @property
+    def buffer(self) -> Array:
+        """uint8 [num_bytes]. ConfigError: this process's CPU can't see it."""
+        ...
+
+    @property
+    def flat(self) -> Tensor:
+        """uint8 [num_bytes], on its device."""
+        ...
+
+
+class SharedBytes:
+    """Of a memfd."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        """ProtocolError: the memfd is not as it should be."""
+        self.num_bytes = num_bytes
+        self.buffer: Array = np.frombuffer(memoryview(map_shared(fd, num_bytes)), dtype=np.uint8)
+
+    @property
+    def flat(self) -> Tensor:
+        import torch
+
+        return torch.from_numpy(self.buffer)
 
 
 class Views:
@@ -31,62 +62,68 @@ class Views:
     Writes are seen by every process that maps it, at once and uncopied. Index the first axis with a lease's slots;
     write only to pages of a lease of yours that are not committed.
 
-    `fd` is the shard's memfd; it stays the caller's, who may close it at once. ProtocolError if it does not fit the
-    form. After `close`, and in a forked child, every property raises ClosedError; a tensor that was taken before
-    the fork ends the child when touched (see `mapping`). Without torch, the tensors raise NotInstalled.
+    `memory` is the shard's memfd, which stays the caller's, who may close it at once; or a card's, mapped.
+    ProtocolError if it does not fit the form. After `close`, and in a forked child, every property raises ClosedError;
+    a tensor that was taken before the fork ends the child when touched (see `mapping`). Without torch, the tensors
+    raise NotInstalled; of a card's memory there are no arrays: ConfigError.
     """
 
-    def __init__(self, fd: int, form: Form, shard: int = 0) -> None:
+    def __init__(self, memory: int | Bytes, form: Form, shard: int = 0) -> None:
         if not 0 <= shard < form.num_shards:
             raise BadRequest(f"shard {shard} of {form.num_shards}", shard=shard, num_shards=form.num_shards)
         self.shard = shard
         self._pid = os.getpid()
         self._shape = (form.num_pages, form.page_bytes)
         self._placement = form.placement()
-        region = map_shared(fd, form.pool_bytes)
-        self._buffer: Bytes | None = np.frombuffer(memoryview(region), dtype=np.uint8)
+        if isinstance(memory, int):
+            memory = SharedBytes(memory, form.pool_bytes)
+        if memory.num_bytes < form.pool_bytes:
+            raise ProtocolError(f"a pool of {memory.num_bytes} bytes, {form.pool_bytes} are needed")
+        self._memory: Bytes | None = memory
 
     @property
-    def array(self) -> Bytes:
+    def array(self) -> Array:
         """uint8 [num_pages, page_bytes], contiguous, as numpy's. ConfigError: not in the layout layer_first."""
         self._placement.page()
-        return self._open().reshape(self._shape)
+        return self._open().buffer.reshape(self._shape)
 
     @property
     def pages(self) -> Tensor:
         """uint8 [num_pages, page_bytes], contiguous. ConfigError: not in the layout layer_first."""
+        self._placement.page()
+        memory = self._open()
         with extras():
             import torch
         with torch.inference_mode(False):
-            return torch.from_numpy(self.array)
+            return memory.flat[: math.prod(self._shape)].view(self._shape)
 
     def close(self) -> None:
         """Let go of the mapping, which goes with the last tensor or array made from it: those you kept stay good.
 
         Harmless when repeated, and in a forked child, where there is nothing to unmap.
         """
-        self._buffer = None
+        self._memory = None
 
     def _open(self) -> Bytes:
-        if self._buffer is None:
+        if self._memory is None:
             raise ClosedError("the views are closed")
         if os.getpid() != self._pid:
             raise ClosedError("the views belong to the parent of this forked process; attach anew")
-        return self._buffer
+        return self._memory
 
 
 class KVViews(Views):
     """Of a pool of tokens: K and V, or latents."""
 
-    def __init__(self, fd: int, geometry: Geometry, shard: int = 0) -> None:
-        super().__init__(fd, geometry, shard)
+    def __init__(self, memory: int | Bytes, geometry: Geometry, shard: int = 0) -> None:
+        super().__init__(memory, geometry, shard)
         self.geometry = geometry
         self._tensors: tuple[tuple[Tensor, ...], ...] | None = None
 
     @property
-    def layers(self) -> tuple[tuple[Bytes, ...], ...]:
+    def layers(self) -> tuple[tuple[Array, ...], ...]:
         """As numpy's, in any layout. Per layer K and V, or latents: uint8 [num_pages, page_size, bytes of a token]."""
-        buffer, geometry = self._open().data, self.geometry
+        buffer, geometry = self._open().buffer.data, self.geometry
         return tuple(
             tuple(
                 np.ndarray(
@@ -126,7 +163,7 @@ class KVViews(Views):
         self._tensors = None
 
     def _plane(self, name: str) -> tuple[Tensor, ...]:
-        buffer, planes = self._open(), self.geometry.planes
+        memory, planes = self._open(), self.geometry.planes
         names = [plane.name for plane in planes]
         if name not in names:
             raise BadRequest(f"this pool holds no {name}; it has {' and '.join(f'pool.{it}' for it in names)}")
@@ -137,7 +174,7 @@ class KVViews(Views):
             item, page_size = dtype.itemsize, self.geometry.page_size
             # Whoever first asks for the pool in inference mode must be able to write it outside.
             with torch.inference_mode(False):
-                flat = torch.from_numpy(buffer).view(dtype)
+                flat = memory.flat.view(dtype)
                 self._tensors = tuple(
                     tuple(
                         flat.as_strided(
@@ -155,15 +192,15 @@ class KVViews(Views):
 class StateViews(Views):
     """Of a pool of states: each named array of each layer, by slot."""
 
-    def __init__(self, fd: int, geometry: StateGeometry, shard: int = 0) -> None:
-        super().__init__(fd, geometry, shard)
+    def __init__(self, memory: int | Bytes, geometry: StateGeometry, shard: int = 0) -> None:
+        super().__init__(memory, geometry, shard)
         self.geometry = geometry
         self._states: dict[str, tuple[Tensor, ...]] | None = None
 
     @property
-    def layers(self) -> tuple[tuple[Bytes, ...], ...]:
+    def layers(self) -> tuple[tuple[Array, ...], ...]:
         """As numpy's, in any layout. Per layer each array in the states' order: uint8 [num_slots, bytes of it]."""
-        buffer, geometry = self._open().data, self.geometry
+        buffer, geometry = self._open().buffer.data, self.geometry
         sizes = [math.prod(geometry.shard_shape(it)) * ITEM_BYTES[it.dtype] for it in geometry.states]
         return tuple(
             tuple(
@@ -176,7 +213,7 @@ class StateViews(Views):
     @property
     def states(self) -> Mapping[str, tuple[Tensor, ...]]:
         """By name, per layer: [num_slots, *shape] of its dtype, the shard's part of the shape; strided over slots."""
-        buffer, geometry = self._open(), self.geometry
+        memory, geometry = self._open(), self.geometry
         if self._states is None:
             with extras():
                 import torch
@@ -184,7 +221,7 @@ class StateViews(Views):
             with torch.inference_mode(False):
                 for number, state in enumerate(geometry.states):
                     dtype, shape = getattr(torch, state.dtype), geometry.shard_shape(state)
-                    flat = torch.from_numpy(buffer).view(dtype)
+                    flat = memory.flat.view(dtype)
                     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
                     regions = [each[number] for each in self._placement.layers]
                     found[state.name] = tuple(

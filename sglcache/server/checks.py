@@ -23,7 +23,7 @@ from sglcache.core.restore import NOBODY
 from sglcache.memory.journal import Journal
 
 if TYPE_CHECKING:
-    from sglcache.memory.pools import Pools
+    from sglcache.memory.pools import DevicePool, Pool, Pools
     from sglcache.server.rank import Rank
     from sglcache.server.sessions import Member, Sessions
     from sglcache.server.third import ThirdTier
@@ -245,13 +245,17 @@ def memfds_of(rank: Rank) -> int:
     """Descriptors of memory that this rank should have open."""
     parts = rank.parts
     pools = [pool for each in parts.resources for pools in (each.device, each.host) for pool in pools.shards]
-    fds = (*(pool.fd for pool in pools), parts.load_ring.fd, *parts.keeper.holds)
+    fds = (*(fd for pool in pools for fd in pool.fds), parts.load_ring.fd, *parts.keeper.holds)
     return sum(_kind(fd).startswith("/memfd:") for fd in fds)
 
 
-def pools_as_configured(pools: Pools, num_pages: int, sealed: bool, found: Found) -> Iterator[int]:
-    """The memory is as large as it should be, and nobody can make it smaller."""
+def pools_as_configured(pools: Pools[DevicePool], num_pages: int, sealed: bool, found: Found) -> Iterator[int]:
+    """The memory is as large as it should be, and nobody can make it smaller. (A card's has one size for ever.)"""
     for pool in pools.shards:
+        if not isinstance(pool, Pool):
+            if pool.placement.num_pages != num_pages:
+                found.append(f"a pool of {pool.placement.num_pages} pages: {num_pages} are configured")
+            continue
         status = os.fstat(pool.fd)
         if pool.num_pages != num_pages or status.st_size != pool.num_bytes:
             found.append(f"a pool of {status.st_size} bytes and {pool.num_pages} pages: {num_pages} are configured")

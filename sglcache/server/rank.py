@@ -24,10 +24,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import uvloop
@@ -45,8 +45,7 @@ from sglcache.core.restore import Survivors, restore
 from sglcache.core.tenants import TenantStats
 from sglcache.core.tiering import WritePolicy
 from sglcache.errors import BadRequest, ConfigError, NotInstalled, ProtocolError, SglcacheError, TransferError
-from sglcache.memory.cpu_engine import CpuEngine, default_threads
-from sglcache.memory.engine import CopyEngine, Done, Loaded, LoadPlace, Transfer, ways_of
+from sglcache.memory.engine import CopyEngine, LoadPlace, Transfer
 from sglcache.memory.filling import Filler
 from sglcache.memory.geometry import FULL, WINDOW, CompanionForm, Geometry, companions_of
 from sglcache.memory.journal import Journal, identity_of
@@ -72,6 +71,7 @@ from sglcache.server.channel import (
     Tenants,
 )
 from sglcache.server.collector import Collector
+from sglcache.server.devices import MakeEngine, devices_of
 from sglcache.server.explaining import Explaining
 from sglcache.server.inbox import Inbox
 from sglcache.server.keeping import JOURNAL, Keeper
@@ -124,35 +124,6 @@ class Parts:
     looking: Looking
 
 
-class MakeEngine(Protocol):
-    """What makes a rank's copy engine. `lost(error)`, from any thread: a device is lost, and nothing makes sense."""
-
-    def __call__(
-        self,
-        config: Config,
-        resources: Sequence[ResourcePools],
-        done: Done,
-        loaded: Loaded,
-        lost: Callable[[BaseException], None],
-    ) -> CopyEngine: ...
-
-
-def cpu_engine(
-    config: Config,
-    resources: Sequence[ResourcePools],
-    done: Done,
-    loaded: Loaded,
-    lost: Callable[[BaseException], None],
-) -> CopyEngine:
-    """Threads of this process: what is lost with a copy is its pages."""
-    return CpuEngine(
-        [way for it in resources for way in ways_of(it.form, it.device.shards, it.host.shards, it.name)],
-        done,
-        loaded,
-        num_threads=config.host.copy_threads or default_threads(),
-    )
-
-
 class Rank:
     """One life of one rank, on the loop that `main` runs on."""
 
@@ -162,9 +133,12 @@ class Rank:
         start: Start,
         channel: Channel,
         kept: dict[str, int],
-        make_engine: MakeEngine = cpu_engine,
+        make_engine: MakeEngine | None = None,
     ) -> None:
-        """`config`: the stage's. `kept`: descriptors of earlier lives by name, the rank's now."""
+        """`config`: the stage's. `kept`: descriptors of earlier lives by name, the rank's now.
+
+        `make_engine`: of copies between memfds; None: the configuration's.
+        """
         self.config = config
         self.make_engine = make_engine
         self.seat = start.seat
@@ -583,11 +557,13 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
         keeper = Keeper(config.host.keep_path, seat.offset, rank.kept, rank.keep)
         undo.callback(keeper.close)
         source = keeper.open if config.host.keep else create_memfd
+        devices = devices_of(config, seat.dp_rank, seat.pp_rank, rank.make_engine)
         resources = []
         for name, form in ((FULL, shape), *((each.kind, each.form) for each in rank.companions)):
-            resources.append(ResourcePools(name, form, source))
+            resources.append(ResourcePools(name, form, source, devices.pool))
             undo.callback(resources[-1].close)
         first, *others = resources
+        fills = config.host.populate or devices.pins
         journal, survivors = _journal(rank, keeper)
         load_ring = LoadRing(config.control.num_load_slots, shape.load_layers)
         undo.callback(load_ring.close)
@@ -596,7 +572,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
                 page_size=shape.page_size,
                 num_pages=shape.num_pages,
                 host_pages=shape.host_pages,
-                host_ready=_usable(first, survivors) if config.host.populate else None,
+                host_ready=_usable(first, survivors, devices.pins) if fills else None,
                 hash_name=events.hash,
                 events=events.enabled,
                 first_seq=numbers.first,
@@ -653,7 +629,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             owner.fail()  # at once: the loop may be about to publish
             tell(rank.fail, error)
 
-        engine = rank.make_engine(config, resources, copied, loaded, lost)
+        engine = devices.engine(config, resources, copied, loaded, lost)
         undo.callback(engine.close, finish=False)
 
         def submit(copy: Copy) -> None:
@@ -683,14 +659,13 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             numbers.first,
             VERSION,
             shape.to_wire(),
-            [pool.fd for pool in first.device.shards],
-            shape.pool_bytes,
+            first.device.shards,
             seat.dp_rank,
             seat.pp_rank,
             config.parallel.dp_size,
             config.parallel.pp_size,
             [
-                OfferedCompanion(each.to_wire(), [pool.fd for pool in it.device.shards], it.form.pool_bytes)
+                OfferedCompanion(each.to_wire(), it.device.shards)
                 for each, it in zip(rank.companions, others, strict=True)
             ],
         )
@@ -712,6 +687,7 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             rank.checks,
             reuse.made(config, index),
             rank.reuse,
+            streams=devices.streams,
         )
         listener = Listener(loop, rank.socket, sessions.welcome, sessions.refusals)
         watch = Watch(
@@ -730,9 +706,10 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             index, owner, sessions, watch, engine.stats, rank.stream, show_tokens=shows_tokens(config.http)
         )
         filler = None
-        if config.host.populate and first.host.shards:
-            before = [each.host.shards for each in others]
-            filler = Filler(first.host.shards, lambda num_pages: tell(owner.host_ready, num_pages), before)
+        if fills and first.host.shards:
+            before = [each.host.shards for each in others if each.host.shards]
+            pin = devices.pin if devices.pins else None
+            filler = Filler(first.host.shards, lambda num_pages: tell(owner.host_ready, num_pages), before, pin)
         undo.pop_all()
     return Parts(
         numbers,
@@ -777,10 +754,13 @@ def _journal(rank: Rank, keeper: Keeper) -> tuple[Journal | None, Survivors | No
     return journal, journal.load()
 
 
-def _usable(first: ResourcePools, survivors: Survivors | None) -> int | None:
-    """How many host pages have memory at the start of a life that has the rest of it populated; None: all."""
+def _usable(first: ResourcePools, survivors: Survivors | None, pins: bool) -> int | None:
+    """How many host pages have memory at the start of a life that has the rest of it populated; None: all.
+
+    `pins`: none is pinned yet. What survived is used all the same, the slower way, until it is.
+    """
     pools = first.host.shards
-    if all(os.fstat(pool.fd).st_blocks * 512 >= pool.num_bytes for pool in pools):
+    if not pins and all(os.fstat(pool.fd).st_blocks * 512 >= pool.num_bytes for pool in pools):
         return None
     if survivors is None or not len(survivors.full.slots):
         return 0
@@ -808,7 +788,7 @@ def _clock_us() -> int:
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)  # which the supervisor has held back from a process that is not ready yet
 
 
-def serve(fd: int, make_engine: MakeEngine = cpu_engine) -> int:
+def serve(fd: int, make_engine: MakeEngine | None = None) -> int:
     """Be the rank that the supervisor at the other end of `fd` wants, in this process. The exit status."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a rank that hangs can't see the channel's end

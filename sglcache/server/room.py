@@ -528,14 +528,17 @@ def _rounded(num_bytes: int) -> str:
 
 def served(config: Config, there: Machine) -> Sequence[str]:
     """The warnings for a daemon that is about to start. ConfigError: it can't serve this."""
+    untried = []
     if config.pool.device != "cpu":
-        raise ConfigError(
-            f'pool.device = "{config.pool.device}": `sglcache check` knows it, and this version has no pools on cards; '
-            'write pool.device = "cpu"',
-            path="pool.device",
-            value=config.pool.device,
-        )
+        if not config.pool.untried:
+            raise ConfigError(
+                f'pool.device = "{config.pool.device}": `sglcache check` knows it, and this version\'s code for cards '
+                'has not run on one; write pool.device = "cpu", or try it out with pool.untried = true (docs/gpu.md)',
+                path="pool.device",
+                value=config.pool.device,
+            )
+        untried = ["pool.untried: this version's code for cards has not run on one; rely on nothing that it says"]
     room = weigh(config)
     room.refuse(there)
     below = disk(config, patient=False)
-    return [*room.warnings(there), *(below.warnings if below is not None else [])]
+    return [*untried, *room.warnings(there), *(below.warnings if below is not None else [])]

@@ -52,6 +52,7 @@ from sglcache.errors import (
     with_article,
 )
 from sglcache.memory.engine import LoadPlace
+from sglcache.memory.pools import DevicePool
 from sglcache.memory.rings import FAILED, EventRingReader, LoadRing
 from sglcache.server.checks import Check, NotHere, NotNow
 from sglcache.server.connection import Connection, Handlers
@@ -80,6 +81,7 @@ DUMP_SLICE = 2000  # nodes
 MAX_VIOLATIONS = 20  # that a check tells of in words
 PROOF_TRIES = 100  # of a proof that commands keep overtaking
 FAREWELL = -1  # the ticket of a Bye
+LOOK_S, MAX_LOOK_S = 0.001, 0.02  # between looks at events that streams write; a timer of the loop knows milliseconds
 
 RECLAIMS = 16  # deaths that are remembered
 
@@ -92,8 +94,7 @@ class OfferedCompanion(NamedTuple):
     """A companion in every Welcome."""
 
     handle: control.CompanionHandle  # without pools
-    pool_fds: list[int]  # one per shard
-    pool_bytes: int
+    pools: Sequence[DevicePool]  # one per shard
 
 
 class Offer(NamedTuple):
@@ -102,8 +103,7 @@ class Offer(NamedTuple):
     epoch: int
     version: str
     geometry: control.Geometry
-    pool_fds: list[int]  # one per shard
-    pool_bytes: int
+    pools: Sequence[DevicePool]  # one per shard
     dp_rank: int
     pp_rank: int
     dp_size: int
@@ -368,6 +368,7 @@ class Member(Connection):
         now = self.owner.loop.time()
         if self.touches:
             self.waits.append((event, generation, ticket, now))
+            self.sessions.look_later()
         elif self.session is not None:
             asked, known = self.session.asked, self.index.sessions.get(self.id)
             while known is not None and asked and asked[0][0] <= known.last_done:
@@ -621,8 +622,11 @@ class Sessions:
         checks: Callable[[], Mapping[str, Check]] = dict,
         reuse: Reuse | None = None,
         forecast: Callable[[], dict[str, Any]] = dict,
+        *,
+        streams: bool = False,
     ) -> None:
-        """`reuse`: who follows what is asked for, told by `forecast`."""
+        """`reuse`: who follows what is asked for, told by `forecast`. `streams`: events may be words that streams
+        write; behind those nobody rings, so they are looked at now and then while any is waited for."""
         self.owner = owner
         self.explaining = explaining
         self.limits = limits
@@ -649,6 +653,8 @@ class Sessions:
         self._by_id: dict[SessionId, Session] = {}
         self._by_token: dict[bytes, Session] = {}
         self._adopting: set[asyncio.Task[None]] = set()
+        self._streams = streams
+        self._looking: asyncio.TimerHandle | None = None
         owner.wake = self._wake
         owner.loads.tell = self._loaded
 
@@ -771,18 +777,17 @@ class Sessions:
         fds: list[int] = []
         shards: Sequence[int] = ()
         if member.touches:
-            shards = range(len(offer.pool_fds)) if member.role == RUNNER else [member.shard]
+            shards = range(len(offer.pools)) if member.role == RUNNER else [member.shard]
 
-        def handles(pool_fds: list[int], pool_bytes: int) -> list[control.PoolHandle]:
-            first = len(fds)
-            fds.extend(pool_fds[shard] for shard in shards)
-            return [control.PoolHandle(shard, pool_bytes, first + i) for i, shard in enumerate(shards)]
+        def handles(pools: Sequence[DevicePool]) -> list[control.Pool]:
+            told = []
+            for shard in shards:
+                told.append(pools[shard].handle(shard, len(fds)))
+                fds.extend(pools[shard].fds)
+            return told
 
-        pools = handles(offer.pool_fds, offer.pool_bytes)
-        companions = [
-            msgspec.structs.replace(each.handle, pools=handles(each.pool_fds, each.pool_bytes))
-            for each in offer.companions
-        ]
+        pools = handles(offer.pools)
+        companions = [msgspec.structs.replace(each.handle, pools=handles(each.pools)) for each in offer.companions]
         if member.touches:
             fds += [self.load_ring.fd, member.load_doorbell]
         token = b"" if member.session is None else member.session.token
@@ -962,6 +967,8 @@ class Sessions:
     def close(self) -> None:
         """Let go of everyone."""
         self.refusals.tell()
+        if self._looking is not None:
+            self._looking.cancel()
         for task in self._adopting:
             task.cancel()
         for member in list(self.members):
@@ -1033,6 +1040,29 @@ class Sessions:
         else:  # there is no ring to tell it in, and no lease that its runner knows of
             for member in list(members):
                 member.throw_out(TransferError("a load from the host failed, and the session with it; attach anew"))
+
+    def look_later(self, after_s: float = LOOK_S) -> None:
+        """An event is waited for that nobody may ring for."""
+        if not self._streams:
+            return
+        loop = self.owner.loop
+        if self._looking is not None:
+            if self._looking.when() <= loop.time() + after_s:
+                return
+            self._looking.cancel()
+        self._looking = loop.call_later(after_s, self._look)
+
+    def _look(self) -> None:
+        """At every event that is waited for; and again, the later the longer the newest of them has been waited for."""
+        self._looking = None
+        if self.owner.failed:
+            return
+        for member in list(self.members):
+            if member.waits:
+                member.rang()
+        newest = max((member.waits[-1][3] for member in self.members if member.waits), default=None)
+        if newest is not None:
+            self.look_later(min(max(LOOK_S, (self.owner.loop.time() - newest) / 8), MAX_LOOK_S))
 
     # -- telling --------------------------------------------------------------------------------------------
 

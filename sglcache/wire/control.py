@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL = 8  # raised when an old peer would misread a new one
+PROTOCOL = 9  # raised when an old peer would misread a new one
 MAX_FRAME = 16 << 20  # bytes, the length's 4 bytes not counted
 HEADER = 4
 MAX_FDS = 253  # beside one byte: the kernel's SCM_MAX_FD
@@ -55,6 +55,7 @@ class Hello(Frame):
 
     The event ring is uint64 [num_events] in the memfd: event i of generation g is done once ring[i] >= g.
     The client writes the ring, then adds 1 to the doorbell; it need not ring for an event that it names after that.
+    Where pools are on cards a stream may write the ring: the daemon looks at events that it waits for by itself, too.
     """
 
     protocol: int
@@ -66,11 +67,34 @@ class Hello(Frame):
 
 
 class PoolHandle(Frame):
-    """One shard's device pool. Tagged: later variants have other tags."""
+    """One shard's device pool: a memfd."""
 
     shard: int
     num_bytes: int
     fd_index: int  # which of the descriptors beside the Welcome
+
+
+class CudaPoolHandle(Frame):
+    """One shard's device pool on a card: a descriptor for cuMemImportFromShareableHandle."""
+
+    shard: int
+    num_bytes: int
+    fd_index: int
+    device_uuid: bytes  # 16 bytes, of cuDeviceGetUuid
+    mapped_bytes: int  # of the allocation, a multiple of the card's granularity: so much is to be mapped
+
+
+class CudaIpcHandle(Frame):
+    """One shard's device pool on a card, by legacy IPC; no descriptor is its."""
+
+    shard: int
+    num_bytes: int
+    device_uuid: bytes
+    handle: bytes  # 64 bytes, of cuIpcGetMemHandle, of the allocation that the pool lies in
+    offset: int  # of the pool in it
+
+
+Pool = PoolHandle | CudaPoolHandle | CudaIpcHandle
 
 
 class Geometry(Frame):
@@ -126,14 +150,14 @@ class CompanionHandle(Frame):
 
     kind: str  # window, mamba
     geometry: Geometry | StateGeometry
-    pools: list[PoolHandle]
+    pools: list[Pool]
     window: int = 0  # tokens that a query sees, itself among them; 0: of a window this is none
     interval: int = 0  # tokens between the states that a runner should commit; 0: of states this is none
     layers: list[int] = []  # the model's numbers of these layers; []: nobody said
 
 
 class Welcome(Frame):
-    """The daemon's answer. Descriptors: the pools' memfds, then each companion's; if the role touches pages, then [load
+    """The daemon's answer. Descriptors: the pools', then each companion's; if the role touches pages, then [load
     ring memfd, doorbell]. Of more than MAX_FDS, each MAX_FDS come beside some byte of the frame, in their order.
 
     The load ring is uint64 [num_load_slots * n], written by the daemon: layer l of a load in slot s with generation g
@@ -146,7 +170,7 @@ class Welcome(Frame):
     version: str
     session: bytes  # the token for workers; 16 random bytes
     geometry: Geometry
-    pools: list[PoolHandle]
+    pools: list[Pool]
     num_load_slots: int
     dp_rank: U31  # whose pages these are, so that a client knows that they are those it wants
     pp_rank: U31

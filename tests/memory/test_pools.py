@@ -13,6 +13,7 @@ from kernel_facts import in_child, mapped
 from sglcache.errors import BadRequest, ClosedError, ConfigError, NotInstalled, ProtocolError
 from sglcache.memory import pools as pools_module
 from sglcache.memory.geometry import Geometry, Placement
+from sglcache.memory.mapping import create_memfd
 from sglcache.memory.pools import DevicePools, HostPools, Pool, Source
 from sglcache.memory.views import KVViews
 
@@ -82,7 +83,7 @@ def test_a_tier_that_fails_halfway_leaves_nothing(geometry: Geometry, monkeypatc
     created: list[Pool] = []
 
     class Second(Pool):
-        def __init__(self, name: str, placement: Placement, source: Source) -> None:
+        def __init__(self, name: str, placement: Placement, source: Source = create_memfd) -> None:
             if created:
                 raise ConfigError("no more")
             super().__init__(name, placement, source)

@@ -260,7 +260,7 @@ def test_stages_of_different_sizes_are_told_which_counts() -> None:
 
 def test_cards_are_weighed_and_not_served() -> None:
     there = Machine(PLENTY)
-    with pytest.raises(ConfigError, match=r'pool\.device = "cuda".*no pools on cards') as caught:
+    with pytest.raises(ConfigError, match=r'pool\.device = "cuda".*has not run on one') as caught:
         room.served(load(None, ["pool.device=cuda"]), there)
     assert caught.value.path == "pool.device"
     assert room.served(Config(), there) == []
