@@ -150,7 +150,11 @@ class PagedModel:
 
     @torch.inference_mode()
     def run(self, parts: Sequence[Part]) -> Tensor:
-        batch = PagedBatch(self._pools, parts, self.member.wait_loaded, self._states)
+        device = self._pools[0].device
+        # On a card the stream waits, layer by layer, and the CPU goes on putting kernels into it.
+        on_stream = device.type == "cuda"
+        wait = functools.partial(self.member.wait_loaded, on_stream=on_stream)
+        batch = PagedBatch(self._pools, parts, wait, self._states)
         out = self.model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],
@@ -163,9 +167,11 @@ class PagedModel:
             raise ConfigError(f"{type(self.model).__name__} attends in a way of its own; only torch's reads pages")
         batch.keep_states()
         logits: Tensor = out.logits[0].float().cpu()
-        device = self._pools[0].device
-        if device.type == "cuda":  # without logits nothing has waited for the kernels yet
-            torch.cuda.synchronize(device)
+        if on_stream:
+            torch.cuda.synchronize(device)  # without logits nothing has waited for the kernels yet
+            for part in parts:
+                if part.load is not None:  # one that failed let the stream go on
+                    self.member.wait_loaded(part.load)
         return logits
 
     def record(self, tickets: Sequence[int]) -> None:
