@@ -48,13 +48,15 @@ def torch(facts: Facts) -> Iterator[Finding]:
         yield skipped("torch", "not installed: the daemon needs none; a runner does, pip install 'sglcache[runner]'")
     else:
         yield ok("torch", f"{version}, built for {f'CUDA {facts.torch_cuda}' if facts.torch_cuda else 'CPUs'}")
-    device = facts.config.pool.device if facts.config is not None else "cpu"
-    if device != "cpu":
-        yield failed(
-            "device",
-            f'pool.device = "{device}", and this version serves on CPUs alone',
-            'write pool.device = "cpu"; `sglcache check` weighs it for cards',
-        )
+    pool = facts.config.pool if facts.config is not None else None
+    if pool is not None and pool.device != "cpu":
+        what = f'pool.device = "{pool.device}", and this version\'s code for cards has not run on one'
+        if not pool.untried:
+            yield failed("device", what, 'write pool.device = "cpu", or try it out with pool.untried = true')
+        elif not facts.cards or facts.driver is None:
+            yield failed("device", f'pool.device = "{pool.device}", and there is no card', 'write pool.device = "cpu"')
+        else:
+            yield warning("device", what, "scripts/gpu_probe.py finds out what this one does")
     if not facts.cards:
         yield skipped("cards", "no NVIDIA card here; none is needed on a CPU")
     elif facts.driver is None:
