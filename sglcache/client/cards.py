@@ -20,8 +20,8 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 
-from sglcache.errors import extras
-from sglcache.memory.cuda_driver import CudaError, LibCuda
+from sglcache.errors import ConfigError, extras
+from sglcache.memory.cuda_driver import CAN_WRITE_WORDS, CudaError, LibCuda
 from sglcache.memory.cuda_pools import CardBytes, open_pool
 from sglcache.memory.mapping import WORD_BYTES
 from sglcache.memory.rings import EventRing, LoadRingReader
@@ -52,6 +52,13 @@ class Cards:
         ConfigError: this process does not see a pool's card, or has no driver. CudaError.
         """
         self._driver = LibCuda()
+        for handle in pools:
+            device = self._driver.device_of(handle.device_uuid)
+            if not self._driver.attribute(device, CAN_WRITE_WORDS):
+                raise ConfigError(
+                    f"card {device}'s driver can't have streams write words (CUDA 11.7 or later); update it",
+                    device=device,
+                )
         self._streams = streams or self._torchs
         self._ring = ring
         self._watch: _Watch | None = None

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from sglcache.errors import ConfigError, TransferError
 
-SUCCESS, OUT_OF_MEMORY, NOT_READY = 0, 2, 600  # CUresult
+SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 0, 1, 2, 600  # CUresult
 STREAM_NON_BLOCKING, EVENT_DISABLE_TIMING = 1, 2
 HOST_REGISTER_PORTABLE, HOST_REGISTER_DEVICEMAP = 1, 2
 SRC_ACCESS_ORDER_STREAM = 1  # CUmemcpySrcAccessOrder: a source is read when the stream has come to the copy
@@ -33,6 +33,7 @@ GRANULARITY_RECOMMENDED = 1
 IPC_LAZY_PEER_ACCESS = 1
 STREAM_WAIT_GEQ = 0  # until (int64)(word - value) >= 0: cyclic, and signed
 UUID_BYTES, IPC_HANDLE_BYTES = 16, 64
+CAN_MAP, CAN_EXPORT_FD, CAN_WRITE_WORDS, HAS_MPS = 102, 103, 122, 133  # CUdevice_attribute
 
 Words = npt.NDArray[np.uint64]
 
@@ -197,6 +198,13 @@ class LibCuda:
             "give it that one by CUDA_VISIBLE_DEVICES",
             uuid=uuid.hex(),
         )
+
+    def attribute(self, device: int, attribute: int) -> int:
+        """What a device says of itself; 0: this driver does not know the question."""
+        number, found = ctypes.c_int(), ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
+        self.call("cuDeviceGetAttribute", ctypes.byref(found), ctypes.c_int(attribute), number, also=INVALID_VALUE)
+        return found.value
 
     def free_bytes(self) -> tuple[int, int]:
         """(free, total) of the thread's device."""

@@ -19,7 +19,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from sglcache.errors import ConfigError, ProtocolError
-from sglcache.memory.cuda_driver import IPC_HANDLE_BYTES, UUID_BYTES, CudaError, LibCuda
+from sglcache.memory.cuda_driver import (
+    CAN_EXPORT_FD,
+    CAN_MAP,
+    HAS_MPS,
+    IPC_HANDLE_BYTES,
+    UUID_BYTES,
+    CudaError,
+    LibCuda,
+)
 from sglcache.memory.geometry import Placement
 from sglcache.wire import control
 
@@ -61,6 +69,23 @@ class CardBytes:
     def buffer(self) -> NoReturn:
         raise ConfigError(
             "the pool is on a card, where numpy can't see it; take its tensors: `k` and `v`, `kv`, `states` or `pages`"
+        )
+
+
+def check_card(driver: LibCuda, device: int, export: Export) -> None:
+    """ConfigError: a pool on this card can't be had, or not safely."""
+    if driver.attribute(device, HAS_MPS):
+        raise ConfigError(
+            f"card {device} is served by MPS, where a dead runner's kernels may go on after its process is gone; "
+            "end MPS (echo quit | nvidia-cuda-mps-control), or give the daemon and its runners another card",
+            path="pool.gpus",
+            value=device,
+        )
+    if export == "fd" and not (driver.attribute(device, CAN_MAP) and driver.attribute(device, CAN_EXPORT_FD)):
+        raise ConfigError(
+            f'card {device} exports no descriptors of its memory; write pool.export = "ipc"',
+            path="pool.export",
+            value=export,
         )
 
 

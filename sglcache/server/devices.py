@@ -13,7 +13,7 @@ from sglcache.errors import ConfigError
 from sglcache.memory.cpu_engine import CpuEngine, default_threads
 from sglcache.memory.cuda_driver import LibCuda
 from sglcache.memory.cuda_engine import CudaEngine, CudaMemory
-from sglcache.memory.cuda_pools import CudaPool
+from sglcache.memory.cuda_pools import CudaPool, check_card
 from sglcache.memory.engine import CopyEngine, Done, Loaded, ways_of
 from sglcache.memory.filling import pinned_pages
 from sglcache.memory.geometry import Placement
@@ -116,6 +116,8 @@ class Cuda:
                 value=self._gpus,
                 devices=count,
             )
+        for device in sorted(set(self._gpus)):
+            check_card(self._driver, device, self._export)
         self._engine: CudaEngine | None = None
 
     def pool(self, shard: int, name: str, placement: Placement) -> CudaPool:
