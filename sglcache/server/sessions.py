@@ -1058,7 +1058,8 @@ class Sessions:
         if self.owner.failed:
             return
         for member in list(self.members):
-            if member.waits:
+            ring = member.ring
+            if ring is not None and any(ring.done(event, generation) for event, generation, _, _ in member.waits):
                 member.rang()
         newest = max((member.waits[-1][3] for member in self.members if member.waits), default=None)
         if newest is not None:
