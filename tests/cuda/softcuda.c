@@ -17,6 +17,9 @@
      fail-NAME                the next such call fails with the code that is in the file, which goes
      hold-copies              no copy begins while there is this file
 
+   The host's memory is the process's own affair: who unmaps what a stream still reads or writes dies of it, where on a card
+   pinned pages would stay.
+
    Memory. An allocation is a file in SOFTCUDA_DIR/memory, and whoever has it open has it: a mapping, an exported
    descriptor and one under way in a socket are all the same open file, with a shared lock on it. A file that can be
    locked exclusively is nobody's, and is swept. So memory counts until the last process has let go of it, however it ended. */
@@ -652,8 +655,8 @@ static bool run_scribble(const Run *run) {
 }
 
 static bool run_wait_flag(const Run *run) {
-    const uint64_t *flag = (void *)run->arguments[0];
-    while (!over(run->context) && __atomic_load_n(flag, __ATOMIC_ACQUIRE) < run->arguments[1]) sleep_ns(20000);
+    const uint64_t *flag = (void *)run->arguments[0]; /* cyclic, as a stream's wait */
+    while (!over(run->context) && (int64_t)(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - run->arguments[1]) < 0) sleep_ns(20000);
     return true;
 }
 
@@ -678,10 +681,10 @@ static bool run_gather(const Run *run) {
     return true;
 }
 
-static bool run_burn(const Run *run) {
+static bool run_burn(const Run *run) { /* the sink is there only so that a compiler leaves nothing out */
     float sum = 1.0f;
-    for (uint64_t i = 0; i < run->arguments[1] && !over(run->context); i++) sum = sum * 0.999f + 0.001f;
-    *(volatile float *)run->arguments[0] = sum;
+    for (uint64_t i = 0; i < run->arguments[1] && !over(run->context); i++) sum = sum * 0.999f + 0.5f;
+    if (sum == -1.0f) *(volatile float *)run->arguments[0] = sum;
     return true;
 }
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import itertools
 import os
 import shutil
+import socket
 import subprocess
+import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -50,17 +54,22 @@ class SoftCuda:
         self.environment = {key: str(value) for key, value in told.items()}
         self._copies = itertools.count()
         self._loaded: list[ctypes.CDLL] = []
+        self.kept: list[Any] = []  # what streams of this process may still touch when a test is over
 
-    def load(self, **settings: Any) -> ctypes.CDLL:
-        """The driver in this process, initialised: a fresh one, that shares with others what another process would."""
-        own = Path(shutil.copy(self.library, self.state / f"libcuda-{next(self._copies)}.so"))
-        with pytest.MonkeyPatch.context() as patch:
+    def copy(self) -> ctypes.CDLL:
+        """The driver in this process: a fresh one, as another process would have, that has yet to be initialised."""
+        own = shutil.copy(self.library, self.state / f"libcuda-{next(self._copies)}.so")
+        self._loaded.append(ctypes.CDLL(str(own)))
+        return self._loaded[-1]
+
+    def load(self, answer: int = 0, **settings: Any) -> ctypes.CDLL:
+        """The same, initialised with these settings too. AssertionError: cuInit answers otherwise."""
+        library = self.copy()
+        with pytest.MonkeyPatch.context() as patch:  # which is all that cuInit reads
             for key, value in (self.environment | settings).items():
                 patch.setenv(key, str(value))
-            library = ctypes.CDLL(str(own))
             code = library.cuInit(0)
-        assert code == 0, f"cuInit: {code}"
-        self._loaded.append(library)
+        assert code == answer, f"cuInit: {code}"
         return library
 
     def fail(self, call: str, code: int, pid: int | None = None) -> None:
@@ -99,3 +108,74 @@ def cards(library: Path, **settings: Any) -> Iterator[SoftCuda]:
             yield soft
         finally:
             soft.close()
+
+
+# Runs what it is sent, and answers with the value of the last line. What came along is in `fds`; what is put into
+# `give` goes back.
+PROGRAM = """
+import ast, ctypes, mmap, os, socket, sys
+import numpy as np
+from sglcache.memory.cuda_driver import LibCuda
+door = socket.socket(fileno=int(sys.argv[1]))
+names = dict(globals())
+while True:
+    text, names["fds"], _, _ = socket.recv_fds(door, 1 << 16, 8)
+    if not text:
+        break
+    names["give"] = []
+    try:
+        *lines, last = ast.parse(text).body
+        exec(compile(ast.Module(lines, []), "sent", "exec"), names)
+        if isinstance(last, ast.Expr):
+            said = eval(compile(ast.Expression(last.value), "sent", "eval"), names)
+        else:
+            said = exec(compile(ast.Module([last], []), "sent", "exec"), names)
+        answer = (True, said)
+    except Exception as exc:
+        answer = (False, str(exc))
+    socket.send_fds(door, [repr(answer).encode()], names["give"])
+"""
+
+
+class Process:
+    """A process on these cards, which does as it is told; `cuda` is its LibCuda, and speaks of the first card."""
+
+    def __init__(self, soft: SoftCuda, **settings: Any) -> None:
+        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = os.environ | soft.environment | {key: str(value) for key, value in settings.items()}
+        command = [sys.executable, "-c", PROGRAM, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.pid = self._process.pid
+        self.fds: list[int] = []  # that came with the last answer
+        self.run("cuda = LibCuda(); cuda.use(0)")
+
+    def send(self, text: str, *fds: int) -> None:
+        socket.send_fds(self._door, [textwrap.dedent(text).encode()], fds)
+
+    def answer(self) -> Any:
+        """AssertionError: it raised. EOFError: it is dead."""
+        text, self.fds, _, _ = socket.recv_fds(self._door, 1 << 16, 8)
+        if not text:
+            raise EOFError
+        ok, said = ast.literal_eval(text.decode())
+        assert ok, said
+        return said
+
+    def run(self, text: str, *fds: int) -> Any:
+        self.send(text, *fds)
+        return self.answer()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        return self._process.wait(10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.kill()
+        self._door.close()
