@@ -227,7 +227,7 @@ typedef struct Range { /* addresses that CUDA knows */
 
 typedef struct Marker { /* a point in a stream */
     unsigned refs;
-    bool done;
+    bool done, lost; /* lost: its context came to nothing before */
     uint64_t at_ns;
 } Marker;
 
@@ -864,7 +864,7 @@ static void execute(CUstream stream, Operation *it) {
         it->marker->done = true;
         break;
     case WAIT:
-        while (!it->marker->done && !over(context)) pthread_cond_wait(&changed, &lock);
+        while (!it->marker->done && !it->marker->lost && !over(context)) pthread_cond_wait(&changed, &lock);
         break;
     case RECORD_SHARED:
         __atomic_store_n(&it->shared->slots[it->generation % GENERATIONS].done, it->generation, __ATOMIC_RELEASE);
@@ -902,6 +902,7 @@ static void *stream_main(void *argument) {
         Operation *it = stream->first;
         if (!it) break;
         if (!over(stream->context)) execute(stream, it);
+        else if (it->kind == RECORD) it->marker->lost = true; /* for streams of other contexts, which wait no longer */
         stream->first = it->next;
         if (!stream->first) stream->last = NULL;
         marker_drop(it->marker);
@@ -1458,7 +1459,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *num_bytes, CUdeviceptr address) {
     ENTER(CONTEXT);
     Range *range = range_of(address);
-    LEAVE_IF(!range || !range->memory, CUDA_ERROR_NOT_FOUND);
+    LEAVE_IF(!range || !range->memory || range->closing, CUDA_ERROR_NOT_FOUND);
     if (base) *base = range->address;
     if (num_bytes) *num_bytes = range->num_bytes;
     return leave(CUDA_SUCCESS);
@@ -1517,14 +1518,15 @@ CUresult cuMemExportToShareableHandle(void *result, CUmemGenericAllocationHandle
 
 /* The name of the allocation that a descriptor is. */
 static bool name_of(int fd, char *name, size_t size) {
-    struct stat it, at;
+    struct stat it, other;
     char path[640];
     bool found = false;
     path_of(path, sizeof path, "memory", "");
-    if (fstat(fd, &it) || !S_ISREG(it.st_mode) || stat(path, &at) || at.st_dev != it.st_dev) return false;
+    if (fstat(fd, &it) || !S_ISREG(it.st_mode)) return false;
     DIR *listing = opendir(path);
     for (struct dirent *each; listing && !found && (each = readdir(listing));) {
-        found = each->d_ino == it.st_ino && card_of(each->d_name) >= 0;
+        if (card_of(each->d_name) < 0 || fstatat(dirfd(listing), each->d_name, &other, 0)) continue;
+        found = other.st_ino == it.st_ino && other.st_dev == it.st_dev;
         if (found) set_text(name, size, each->d_name);
     }
     if (listing) closedir(listing);

@@ -153,7 +153,7 @@ def calling(call: Any, *arguments: Any) -> Iterator[list[int]]:
 
 @pytest.mark.skipif(not HEADER.exists(), reason=f"the prototypes are checked against {HEADER}, which is not here")
 def test_its_prototypes_are_those_of_cudas_header(tmp_path: Path) -> None:
-    compiled(tmp_path / "checked.so", "-DWITH_CUDA_H", "-Wmissing-prototypes", f"-I{HEADER.parent}")
+    compiled(tmp_path / "none", "-DWITH_CUDA_H", "-Wmissing-prototypes", "-fsyntax-only", f"-I{HEADER.parent}")
 
 
 def test_what_is_asked_before_it_is_initialised_or_without_a_context_says_so(
@@ -320,6 +320,14 @@ def test_a_copy_of_pageable_memory_is_over_when_its_call_is(card: Card, soft_cud
         until(lambda: answers == [0])
         (soft_cuda.state / "hold-copies").touch()
     assert card.bytes_of(there, 8).tolist() == list(range(8))
+
+
+def test_memory_says_where_it_begins(card: Card) -> None:
+    there, base, size = card.memory(), ctypes.c_uint64(), ctypes.c_size_t()
+    find = ("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size))
+    assert card.code(*find, u64(there + 100)) == 0
+    assert (base.value, size.value) == (there, 2 * MIB)
+    assert card.code(*find, u64(there + 2 * MIB)) == NOT_FOUND
 
 
 def test_what_is_set_is_set_in_order(card: Card) -> None:
@@ -951,6 +959,22 @@ def test_a_call_fails_from_its_nth_time_on_and_the_context_with_it(two_cards: So
         assert card.code("cuCtxSynchronize") == 0, "the other card's is as it was"
     with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
         card.cuda.stream()
+
+
+def test_another_card_does_not_wait_for_a_broken_one(two_cards: SoftCuda) -> None:
+    card = Card(two_cards)
+    there, gate, seen, stream, event = card.memory(), card.pinned(), card.pinned(), card.stream(), card.cuda.event()
+    card.wait(stream, gate, 1)
+    assert card.launch(stream, "sgl_fill", there, 1, MIB) == 0
+    card.cuda.record(event, stream)
+    with card.cuda.on(1):
+        theirs = card.stream()
+        card.cuda.wait_event(theirs, event)
+        card.write(theirs, seen, 1)
+        gate[0] = 1
+        card.cuda.synchronize(theirs)
+    assert seen[0] == 1
+    assert card.code("cuEventQuery", ctypes.c_void_p(event)) == ILLEGAL_ADDRESS
 
 
 def test_the_next_call_fails_as_it_is_told(card: Card, soft_cuda: SoftCuda) -> None:
