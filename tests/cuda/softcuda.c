@@ -2,8 +2,8 @@
 
      cc -shared -fPIC -O2 -Wall -Wextra -Werror -pthread softcuda.c -o libcuda.so.1
 
-   Real processes load it under LD_LIBRARY_PATH. What a card does late is done late here, by a thread per stream; what is
-   an error there is one here; and what is undefined there is an error where that can be told. Compiled with
+   Real processes load it under LD_LIBRARY_PATH. What a card does late is done late here, by a thread per stream; what
+   is an error there is one here; and what is undefined there is an error where that can be told. Compiled with
    -DWITH_CUDA_H, each prototype, number and structure is checked against CUDA's own header.
 
    What the environment says, once, at cuInit:
@@ -11,18 +11,19 @@
      SOFTCUDA_DEVICES         cards, 1
      SOFTCUDA_MEMORY          bytes of each, 256 MiB
      SOFTCUDA_SLOW_NS_PER_MB  how long copies take on top
-     SOFTCUDA_FAIL            NAME:N:CODE, also several with commas: from its N-th time on, that call fails in this process
+     SOFTCUDA_FAIL            NAME:N:CODE, also several with commas: from its N-th time on, this process's call fails
      CUDA_VISIBLE_DEVICES     ordinals or GPU-UUIDs, as with NVIDIA's
    What a file in SOFTCUDA_DIR says, at any time; each name may end in .PID, and is then for that process alone:
      fail-NAME                the next such call fails with the code that is in the file, which goes
      hold-copies              no copy begins while there is this file
 
-   The host's memory is the process's own affair: who unmaps what a stream still reads or writes dies of it, where on a card
-   pinned pages would stay.
+   The host's memory is the process's own affair: who unmaps what a stream still reads or writes dies of it, where on a
+   card pinned pages would stay.
 
    Memory. An allocation is a file in SOFTCUDA_DIR/memory, and whoever has it open has it: a mapping, an exported
    descriptor and one under way in a socket are all the same open file, with a shared lock on it. A file that can be
-   locked exclusively is nobody's, and is swept. So memory counts until the last process has let go of it, however it ended. */
+   locked exclusively is nobody's, and is swept. So memory counts until the last process has let go of it, however it
+   ended. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -45,41 +46,41 @@
 
 /* ---- the header, as far as it is needed ---- */
 
-#define ERRORS(X)                                                                                \
-    X(CUDA_SUCCESS, 0, "no error")                                                               \
-    X(CUDA_ERROR_INVALID_VALUE, 1, "invalid argument")                                           \
-    X(CUDA_ERROR_OUT_OF_MEMORY, 2, "out of memory")                                              \
-    X(CUDA_ERROR_NOT_INITIALIZED, 3, "initialization error")                                     \
-    X(CUDA_ERROR_DEINITIALIZED, 4, "driver shutting down")                                       \
-    X(CUDA_ERROR_NO_DEVICE, 100, "no CUDA-capable device is detected")                           \
-    X(CUDA_ERROR_INVALID_DEVICE, 101, "invalid device ordinal")                                  \
-    X(CUDA_ERROR_INVALID_IMAGE, 200, "device kernel image is invalid")                           \
-    X(CUDA_ERROR_INVALID_CONTEXT, 201, "invalid device context")                                 \
-    X(CUDA_ERROR_MAP_FAILED, 205, "mapping of buffer object failed")                             \
+#define ERRORS(X) \
+    X(CUDA_SUCCESS, 0, "no error") \
+    X(CUDA_ERROR_INVALID_VALUE, 1, "invalid argument") \
+    X(CUDA_ERROR_OUT_OF_MEMORY, 2, "out of memory") \
+    X(CUDA_ERROR_NOT_INITIALIZED, 3, "initialization error") \
+    X(CUDA_ERROR_DEINITIALIZED, 4, "driver shutting down") \
+    X(CUDA_ERROR_NO_DEVICE, 100, "no CUDA-capable device is detected") \
+    X(CUDA_ERROR_INVALID_DEVICE, 101, "invalid device ordinal") \
+    X(CUDA_ERROR_INVALID_IMAGE, 200, "device kernel image is invalid") \
+    X(CUDA_ERROR_INVALID_CONTEXT, 201, "invalid device context") \
+    X(CUDA_ERROR_MAP_FAILED, 205, "mapping of buffer object failed") \
     X(CUDA_ERROR_NO_BINARY_FOR_GPU, 209, "no kernel image is available for execution on the device") \
-    X(CUDA_ERROR_ECC_UNCORRECTABLE, 214, "uncorrectable ECC error encountered")                  \
-    X(CUDA_ERROR_INVALID_PTX, 218, "a PTX JIT compilation failed")                               \
+    X(CUDA_ERROR_ECC_UNCORRECTABLE, 214, "uncorrectable ECC error encountered") \
+    X(CUDA_ERROR_INVALID_PTX, 218, "a PTX JIT compilation failed") \
     X(CUDA_ERROR_NVLINK_UNCORRECTABLE, 220, "uncorrectable NVLink error detected during the execution") \
-    X(CUDA_ERROR_OPERATING_SYSTEM, 304, "OS call failed or operation not supported on this OS")  \
-    X(CUDA_ERROR_INVALID_HANDLE, 400, "invalid resource handle")                                 \
-    X(CUDA_ERROR_NOT_FOUND, 500, "named symbol not found")                                       \
-    X(CUDA_ERROR_NOT_READY, 600, "device not ready")                                             \
-    X(CUDA_ERROR_ILLEGAL_ADDRESS, 700, "an illegal memory access was encountered")               \
-    X(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, 701, "too many resources requested for launch")        \
-    X(CUDA_ERROR_LAUNCH_TIMEOUT, 702, "the launch timed out and was terminated")                 \
-    X(CUDA_ERROR_CONTEXT_IS_DESTROYED, 709, "context is destroyed")                              \
-    X(CUDA_ERROR_ASSERT, 710, "device-side assert triggered")                                    \
+    X(CUDA_ERROR_OPERATING_SYSTEM, 304, "OS call failed or operation not supported on this OS") \
+    X(CUDA_ERROR_INVALID_HANDLE, 400, "invalid resource handle") \
+    X(CUDA_ERROR_NOT_FOUND, 500, "named symbol not found") \
+    X(CUDA_ERROR_NOT_READY, 600, "device not ready") \
+    X(CUDA_ERROR_ILLEGAL_ADDRESS, 700, "an illegal memory access was encountered") \
+    X(CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, 701, "too many resources requested for launch") \
+    X(CUDA_ERROR_LAUNCH_TIMEOUT, 702, "the launch timed out and was terminated") \
+    X(CUDA_ERROR_CONTEXT_IS_DESTROYED, 709, "context is destroyed") \
+    X(CUDA_ERROR_ASSERT, 710, "device-side assert triggered") \
     X(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, 712, "part or all of the requested memory range is already mapped") \
     X(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, 713, "pointer does not correspond to a registered memory region") \
-    X(CUDA_ERROR_HARDWARE_STACK_ERROR, 714, "hardware stack error")                              \
-    X(CUDA_ERROR_ILLEGAL_INSTRUCTION, 715, "an illegal instruction was encountered")             \
-    X(CUDA_ERROR_MISALIGNED_ADDRESS, 716, "misaligned address")                                  \
+    X(CUDA_ERROR_HARDWARE_STACK_ERROR, 714, "hardware stack error") \
+    X(CUDA_ERROR_ILLEGAL_INSTRUCTION, 715, "an illegal instruction was encountered") \
+    X(CUDA_ERROR_MISALIGNED_ADDRESS, 716, "misaligned address") \
     X(CUDA_ERROR_INVALID_ADDRESS_SPACE, 717, "operation not supported on global/shared address space") \
-    X(CUDA_ERROR_INVALID_PC, 718, "invalid program counter")                                     \
-    X(CUDA_ERROR_LAUNCH_FAILED, 719, "unspecified launch failure")                               \
-    X(CUDA_ERROR_NOT_PERMITTED, 800, "operation not permitted")                                  \
-    X(CUDA_ERROR_NOT_SUPPORTED, 801, "operation not supported")                                  \
-    X(CUDA_ERROR_SYSTEM_NOT_READY, 802, "system not yet initialized")                            \
+    X(CUDA_ERROR_INVALID_PC, 718, "invalid program counter") \
+    X(CUDA_ERROR_LAUNCH_FAILED, 719, "unspecified launch failure") \
+    X(CUDA_ERROR_NOT_PERMITTED, 800, "operation not permitted") \
+    X(CUDA_ERROR_NOT_SUPPORTED, 801, "operation not supported") \
+    X(CUDA_ERROR_SYSTEM_NOT_READY, 802, "system not yet initialized") \
     X(CUDA_ERROR_UNKNOWN, 999, "unknown error")
 
 #ifdef WITH_CUDA_H
@@ -216,13 +217,13 @@ typedef struct Range { /* addresses that CUDA knows */
     RangeKind kind;
     uintptr_t address;
     size_t num_bytes;
-    Memory *memory;           /* of MAPPED, ALLOCATED and OPENED */
-    CUcontext context;        /* of all but MAPPED, which are no context's */
-    unsigned flags;           /* of REGISTERED */
-    int access[MAX_DEVICES];  /* of MAPPED: what a device may do there */
-    unsigned opened;          /* of OPENED: how often */
-    unsigned users;           /* that run, and touch it */
-    bool closing;             /* no one new may */
+    Memory *memory;          /* of MAPPED, ALLOCATED and OPENED */
+    CUcontext context;       /* of all but MAPPED, which are no context's */
+    unsigned flags;          /* of REGISTERED */
+    int access[MAX_DEVICES]; /* of MAPPED: what a device may do there */
+    unsigned opened;         /* of OPENED: how often */
+    unsigned users;          /* that run, and touch it */
+    bool closing;            /* no one new may */
 } Range;
 
 typedef struct Marker { /* a point in a stream */
@@ -233,7 +234,8 @@ typedef struct Marker { /* a point in a stream */
 
 #define GENERATIONS 256 /* of one event that can be under way at once */
 
-typedef struct SharedEvent { /* a file of SOFTCUDA_DIR/events, which processes map; under the account's lock, but `done` */
+/* A file of SOFTCUDA_DIR/events, which processes map. All but `done` is under the account's lock. */
+typedef struct SharedEvent {
     uint64_t recorded;
     struct {
         uint64_t done;     /* the last generation of this slot that is */
@@ -257,7 +259,18 @@ typedef struct {
     Range *to, *from; /* while it runs; NULL: pageable */
 } Copy;
 
-typedef enum { COPIES, SET, WRITE_VALUE, WAIT_VALUE, RECORD, WAIT, RECORD_SHARED, WAIT_SHARED, KERNEL, HOST_FUNCTION } OperationKind;
+typedef enum {
+    COPIES,
+    SET,
+    WRITE_VALUE,
+    WAIT_VALUE,
+    RECORD,
+    WAIT,
+    RECORD_SHARED,
+    WAIT_SHARED,
+    KERNEL,
+    HOST_FUNCTION
+} OperationKind;
 
 typedef struct Operation {
     struct Operation *next;
@@ -293,7 +306,7 @@ struct CUctx_st {
     unsigned retained;
     CUresult error; /* sticky */
     bool destroyed;
-    CUstream streams;          /* the last of them is stream 0 */
+    CUstream streams; /* the last of them is stream 0 */
     struct CUstream_st legacy;
 };
 
@@ -323,7 +336,7 @@ typedef struct Failing {
     CUresult code;
 } Failing;
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that is here; never held while work is done */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  /* of all that is here; never held while work is done */
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER; /* something is over */
 static enum { FRESH, READY, FORKED } stage = FRESH;
 static char folder[512];
@@ -381,12 +394,10 @@ static void fault(CUcontext context, CUresult code) {
 }
 
 static bool is_fatal(CUresult code) { /* leaves a context of no use, by cuda.h */
-    switch ((int)code) {
-    case 214: case 220: case 700: case 702: case 710: case 714: case 715: case 716: case 717: case 718: case 719: case 999:
-        return true;
-    default:
-        return false;
-    }
+    static const int codes[] = {214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 999};
+    for (size_t i = 0; i < sizeof codes / sizeof *codes; i++)
+        if (codes[i] == (int)code) return true;
+    return false;
 }
 
 /* ---- files ---- */
@@ -395,11 +406,19 @@ static void path_of(char *path, size_t size, const char *kind, const char *name)
     if ((size_t)snprintf(path, size, "%s/%s/%s", folder, kind, name) >= size) abort();
 }
 
+static void numbered_path(char *path, size_t size, const char *kind, uint64_t number) {
+    char name[32];
+    snprintf(name, sizeof name, "%016llx", (unsigned long long)number);
+    path_of(path, size, kind, name);
+}
+
 static void account_enter(void) {
     while (flock(account_fd, LOCK_EX) && errno == EINTR) continue;
 }
 
-static void account_leave(void) { flock(account_fd, LOCK_UN); }
+static void account_leave(void) {
+    flock(account_fd, LOCK_UN);
+}
 
 /* Whether someone has this file open with its lock; one that nobody has goes. Inside the account. */
 static bool is_held(int at, const char *name) {
@@ -432,9 +451,8 @@ static size_t live_bytes(int card) {
 }
 
 static bool is_alive(uint64_t of) {
-    char name[32], path[640];
-    snprintf(name, sizeof name, "%016llx", (unsigned long long)of);
-    path_of(path, sizeof path, "processes", name);
+    char path[640];
+    numbered_path(path, sizeof path, "processes", of);
     int fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0) return false;
     bool alive = flock(fd, LOCK_SH | LOCK_NB) != 0;
@@ -456,7 +474,8 @@ static CUresult memory_new(int device, size_t num_bytes, Memory **result) {
     memory->num_bytes = num_bytes;
     memory->device = device;
     memory->refs = 1;
-    snprintf(memory->name, sizeof memory->name, "%d-%016llx", devices[device].number, (unsigned long long)random_word());
+    snprintf(memory->name, sizeof memory->name, "%d-%016llx", devices[device].number,
+             (unsigned long long)random_word());
     path_of(path, sizeof path, "memory", memory->name);
     account_enter();
     CUresult code = CUDA_SUCCESS;
@@ -527,12 +546,16 @@ static bool inside(const Range *range, uintptr_t address, size_t num_bytes) {
     return has(range, address) && num_bytes <= range->num_bytes - (address - range->address);
 }
 
+static bool overlap(uintptr_t address, size_t num_bytes, uintptr_t other, size_t other_bytes) {
+    return other < address + num_bytes && address < other + other_bytes;
+}
+
 /* Whether anything of these addresses is CUDA's. */
 static bool is_known(uintptr_t address, size_t num_bytes) {
     for (Range *each = ranges; each; each = each->next)
-        if (each->address < address + num_bytes && address < each->address + each->num_bytes) return true;
+        if (overlap(address, num_bytes, each->address, each->num_bytes)) return true;
     for (Reservation *each = reservations; each; each = each->next)
-        if (each->address < address + num_bytes && address < each->address + each->num_bytes) return true;
+        if (overlap(address, num_bytes, each->address, each->num_bytes)) return true;
     return false;
 }
 
@@ -581,7 +604,8 @@ static void range_free(Range *range) { /* one that range_close has closed */
     free(range);
 }
 
-/* The range where a device may do this to these bytes: its own memory, or host memory that is mapped for it. NULL: none. */
+/* The range where a device may do this to these bytes: its own memory, or host memory that is mapped for it. NULL:
+   there is none. */
 static Range *reach(CUcontext context, uintptr_t address, size_t num_bytes, int access) {
     Range *range = range_of(address);
     if (!range || range->closing || !inside(range, address, num_bytes)) return NULL;
@@ -640,7 +664,8 @@ static bool run_fill(const Run *run) {
 
 static bool run_spin(const Run *run) {
     uint64_t until = now_ns() + run->arguments[0];
-    for (uint64_t now; !over(run->context) && (now = now_ns()) < until;) sleep_ns(until - now < 100000 ? until - now : 100000);
+    for (uint64_t now; !over(run->context) && (now = now_ns()) < until;)
+        sleep_ns(until - now < 100000 ? until - now : 100000);
     return true;
 }
 
@@ -656,7 +681,8 @@ static bool run_scribble(const Run *run) {
 
 static bool run_wait_flag(const Run *run) {
     const uint64_t *flag = (void *)run->arguments[0]; /* cyclic, as a stream's wait */
-    while (!over(run->context) && (int64_t)(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - run->arguments[1]) < 0) sleep_ns(20000);
+    while (!over(run->context) && (int64_t)(__atomic_load_n(flag, __ATOMIC_ACQUIRE) - run->arguments[1]) < 0)
+        sleep_ns(20000);
     return true;
 }
 
@@ -692,11 +718,11 @@ static bool run_burn(const Run *run) { /* the sink is there only so that a compi
 #define WRITES CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 static const Kernel kernels[] = {
-    {"sgl_fill", 3, 1, {{0, 2, 8, WRITES}}, run_fill},         /* (dst, value, words) */
-    {"sgl_spin_ns", 1, 0, {{0, 0, 0, 0}}, run_spin},           /* (ns) */
-    {"sgl_scribble", 3, 1, {{0, 1, 8, WRITES}}, run_scribble}, /* (dst, words, ns) */
-    {"sgl_wait_flag", 2, 1, {{0, ONE, 8, READS}}, run_wait_flag}, /* (flag, value) */
-    {"sgl_count", 3, 1, {{0, 1, 8, WRITES}}, run_count},       /* (dst, words, first) */
+    {"sgl_fill", 3, 1, {{0, 2, 8, WRITES}}, run_fill},                   /* (dst, value, words) */
+    {"sgl_spin_ns", 1, 0, {{0, 0, 0, 0}}, run_spin},                     /* (ns) */
+    {"sgl_scribble", 3, 1, {{0, 1, 8, WRITES}}, run_scribble},           /* (dst, words, ns) */
+    {"sgl_wait_flag", 2, 1, {{0, ONE, 8, READS}}, run_wait_flag},        /* (flag, value) */
+    {"sgl_count", 3, 1, {{0, 1, 8, WRITES}}, run_count},                 /* (dst, words, first) */
     {"sgl_copy", 3, 2, {{0, 2, 8, WRITES}, {1, 2, 8, READS}}, run_copy}, /* (dst, src, words) */
     {"sgl_gather", 6, 4, {{0, BASE, 1, WRITES}, {1, BASE, 1, READS}, {2, 5, 8, READS}, {3, 5, 8, READS}}, run_gather},
     /* (dst, src, dst_offsets, src_offsets, chunk_bytes, num_chunks) */
@@ -718,9 +744,12 @@ static void run_kernel(CUcontext context, const Kernel *kernel, const uint64_t *
         int by = kernel->areas[held].count;
         uint64_t count = by >= 0 ? arguments[by] : 1;
         size_t unit = kernel->areas[held].unit;
-        Range *range = count <= SIZE_MAX / unit ? reach(context, address, count * unit, kernel->areas[held].access) : NULL;
-        if (!range) code = CUDA_ERROR_ILLEGAL_ADDRESS;
-        else if (address % unit) code = CUDA_ERROR_MISALIGNED_ADDRESS;
+        Range *range =
+            count <= SIZE_MAX / unit ? reach(context, address, count * unit, kernel->areas[held].access) : NULL;
+        if (!range)
+            code = CUDA_ERROR_ILLEGAL_ADDRESS;
+        else if (address % unit)
+            code = CUDA_ERROR_MISALIGNED_ADDRESS;
         if (code) break;
         run.areas[held] = range;
         range->users++;
@@ -817,12 +846,14 @@ static uint64_t load(uintptr_t address, unsigned width) {
 }
 
 static void store(uintptr_t address, uint64_t value, unsigned width) {
-    if (width == 8) __atomic_store_n((uint64_t *)address, value, __ATOMIC_RELEASE);
-    else __atomic_store_n((uint32_t *)address, (uint32_t)value, __ATOMIC_RELEASE);
+    if (width == 8)
+        __atomic_store_n((uint64_t *)address, value, __ATOMIC_RELEASE);
+    else
+        __atomic_store_n((uint32_t *)address, (uint32_t)value, __ATOMIC_RELEASE);
 }
 
-/* Whether a generation of a shared event is over. With its recorder's death it is: its streams bring nothing any more, and
-   nobody is to wait for ever. (On a card that is not defined.) */
+/* Whether a generation of a shared event is over. With its recorder's death it is: its streams bring nothing any more,
+   and nobody is to wait for ever. (On a card that is not defined.) */
 static bool is_past(SharedEvent *shared, uint64_t generation, bool ask) {
     uint64_t slot = generation % GENERATIONS;
     if (__atomic_load_n(&shared->slots[slot].done, __ATOMIC_ACQUIRE) >= generation) return true;
@@ -850,13 +881,17 @@ static void execute(CUstream stream, Operation *it) {
         break;
     }
     case WRITE_VALUE:
-        if (reach(context, it->address, it->width, WRITES)) store(it->address, it->value, it->width);
-        else fault(context, CUDA_ERROR_ILLEGAL_ADDRESS);
+        if (reach(context, it->address, it->width, WRITES))
+            store(it->address, it->value, it->width);
+        else
+            fault(context, CUDA_ERROR_ILLEGAL_ADDRESS);
         break;
     case WAIT_VALUE:
         for (; !over(context); rest()) {
-            if (!reach(context, it->address, it->width, READS)) fault(context, CUDA_ERROR_ILLEGAL_ADDRESS);
-            else if (is_met(load(it->address, it->width), it->value, it->width, it->flags)) break;
+            if (!reach(context, it->address, it->width, READS))
+                fault(context, CUDA_ERROR_ILLEGAL_ADDRESS);
+            else if (is_met(load(it->address, it->width), it->value, it->width, it->flags))
+                break;
         }
         break;
     case RECORD:
@@ -901,8 +936,10 @@ static void *stream_main(void *argument) {
         while (!stream->first && !stream->ended) pthread_cond_wait(&stream->work, &lock);
         Operation *it = stream->first;
         if (!it) break;
-        if (!over(stream->context)) execute(stream, it);
-        else if (it->kind == RECORD) it->marker->lost = true; /* for streams of other contexts, which wait no longer */
+        if (!over(stream->context))
+            execute(stream, it);
+        else if (it->kind == RECORD)
+            it->marker->lost = true; /* for streams of other contexts, which wait no longer */
         stream->first = it->next;
         if (!stream->first) stream->last = NULL;
         marker_drop(it->marker);
@@ -938,14 +975,16 @@ static Operation *operation(OperationKind kind, size_t num_copies) {
 
 static void append(CUstream stream, Operation *it) {
     it->ticket = ++tickets;
-    if (stream->last) stream->last->next = it;
-    else stream->first = it;
+    if (stream->last)
+        stream->last->next = it;
+    else
+        stream->first = it;
     stream->last = it;
     if (!stream->started) stream_start(stream);
     pthread_cond_signal(&stream->work);
 }
 
-static void join(CUstream waiting, CUstream other) { /* what is in one stream now comes before what will be in another */
+static void join(CUstream waiting, CUstream other) { /* what will be in the one waits for what is in the other */
     if (!other->first) return;
     Operation *record = operation(RECORD, 0), *wait = operation(WAIT, 0);
     record->marker = made(sizeof(Marker));
@@ -990,7 +1029,8 @@ static CUresult drain(CUcontext context, CUstream one) {
 
 /* ---- every call ---- */
 
-/* ALWAYS: is about no context's work. DRIVER: needs no context, and fails where the thread's is broken. CONTEXT: needs it. */
+/* ALWAYS: is about no context's work. DRIVER: needs no context, and fails where the thread's is broken. CONTEXT: needs
+   it. */
 typedef enum { ALWAYS, DRIVER, CONTEXT } Needs;
 
 static CUresult planted(const char *name) { /* an error that a test asked for */
@@ -998,8 +1038,10 @@ static CUresult planted(const char *name) { /* an error that a test asked for */
     for (int i = 0; i < num_failing; i++)
         if (!strcmp(failing[i].name, name) && ++failing[i].calls >= failing[i].from) return failing[i].code;
     for (int scope = 0; scope < 2; scope++) {
-        if (scope) snprintf(told, sizeof told, "fail-%s.%ld", name, (long)getpid());
-        else snprintf(told, sizeof told, "fail-%s", name);
+        if (scope)
+            snprintf(told, sizeof told, "fail-%s.%ld", name, (long)getpid());
+        else
+            snprintf(told, sizeof told, "fail-%s", name);
         snprintf(path, sizeof path, "%s/%s", folder, told);
         FILE *file = access(path, F_OK) ? NULL : fopen(path, "re");
         if (!file) continue;
@@ -1017,10 +1059,14 @@ static CUresult enter(const char *name, Needs needs) {
     if (in_host_function) return CUDA_ERROR_NOT_PERMITTED;
     pthread_mutex_lock(&lock);
     CUresult code = CUDA_SUCCESS;
-    if (needs == CONTEXT && !current) code = CUDA_ERROR_INVALID_CONTEXT;
-    else if (needs == CONTEXT && current->destroyed) code = CUDA_ERROR_CONTEXT_IS_DESTROYED;
-    else if (needs != ALWAYS && current && current->error) code = current->error;
-    else code = planted(name);
+    if (needs == CONTEXT && !current)
+        code = CUDA_ERROR_INVALID_CONTEXT;
+    else if (needs == CONTEXT && current->destroyed)
+        code = CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    else if (needs != ALWAYS && current && current->error)
+        code = current->error;
+    else
+        code = planted(name);
     if (current && is_fatal(code)) fault(current, code);
     if (code) pthread_mutex_unlock(&lock);
     return code;
@@ -1031,20 +1077,24 @@ static CUresult leave(CUresult code) {
     return code;
 }
 
-#define ENTER(needs)                               \
-    do {                                           \
+#define ENTER(needs) \
+    do { \
         CUresult entered = enter(__func__, needs); \
-        if (entered) return entered;               \
+        if (entered) return entered; \
     } while (0)
-#define LEAVE_IF(wrong, code)                      \
-    do {                                           \
-        if (wrong) return leave(code);             \
+#define LEAVE_IF(wrong, code) \
+    do { \
+        if (wrong) return leave(code); \
     } while (0)
 
 /* ---- the driver, errors, devices ---- */
 
-static void before_fork(void) { pthread_mutex_lock(&lock); }
-static void after_fork(void) { pthread_mutex_unlock(&lock); }
+static void before_fork(void) {
+    pthread_mutex_lock(&lock);
+}
+static void after_fork(void) {
+    pthread_mutex_unlock(&lock);
+}
 
 /* A process that was forked has no CUDA, and nothing of its parent's. */
 static void in_child(void) {
@@ -1053,7 +1103,7 @@ static void in_child(void) {
     close(lease_fd);
     for (Handle *each = handles; each; each = each->next) close(each->memory->fd);
     for (Range *each = ranges; each; each = each->next)
-        if (each->memory) close(each->memory->fd); /* some twice, which here closes nothing else: nobody has opened any */
+        if (each->memory) close(each->memory->fd); /* some twice: nobody opens any meanwhile */
     pthread_mutex_unlock(&lock);
 }
 
@@ -1091,8 +1141,10 @@ static int card_named(const char *text, int count) {
             char name[48], uuid[16];
             int at = snprintf(name, sizeof name, "GPU-");
             uuid_of(number, uuid);
-            for (int i = 0; i < 16; i++)
-                at += snprintf(name + at, sizeof name - (size_t)at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", (unsigned char)uuid[i]);
+            for (int i = 0; i < 16; i++) {
+                bool dash = i == 4 || i == 6 || i == 8 || i == 10;
+                at += snprintf(name + at, sizeof name - (size_t)at, dash ? "-%02x" : "%02x", (unsigned char)uuid[i]);
+            }
             if (!strncasecmp(name, text, strlen(text))) return number;
         }
         return -1;
@@ -1113,7 +1165,7 @@ static void find_devices(void) {
     set_text(copy, sizeof copy, visible);
     for (char *each = strtok_r(copy, ",", &rest_of); each; each = strtok_r(NULL, ",", &rest_of)) {
         int number = card_named(each + strspn(each, " "), count);
-        if (number < 0) return; /* those before it are there, as with NVIDIA's */
+        if (number < 0) return;            /* those before it are there, as with NVIDIA's */
         if (device_of_card(number) >= 0) { /* one twice: none */
             num_devices = 0;
             return;
@@ -1124,9 +1176,11 @@ static void find_devices(void) {
 
 static bool make_folders(void) {
     const char *said = getenv("SOFTCUDA_DIR"), *kinds[] = {"", "memory", "events", "processes"};
-    char path[640], name[32];
-    if (said && *said) set_text(folder, sizeof folder, said);
-    else snprintf(folder, sizeof folder, "/tmp/softcuda-%ld", (long)getuid());
+    char path[640];
+    if (said && *said)
+        set_text(folder, sizeof folder, said);
+    else
+        snprintf(folder, sizeof folder, "/tmp/softcuda-%ld", (long)getuid());
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         path_of(path, sizeof path, kinds[i], "");
         if (mkdir(path, 0700) && errno != EEXIST) return false;
@@ -1140,8 +1194,7 @@ static bool make_folders(void) {
     for (struct dirent *each; listing && (each = readdir(listing));) is_held(dirfd(listing), each->d_name);
     if (listing) closedir(listing);
     process = random_word();
-    snprintf(name, sizeof name, "%016llx", (unsigned long long)process);
-    path_of(path, sizeof path, "processes", name);
+    numbered_path(path, sizeof path, "processes", process);
     lease_fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     bool ok = lease_fd >= 0 && !flock(lease_fd, LOCK_EX | LOCK_NB);
     account_leave();
@@ -1198,7 +1251,9 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
     return *text ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-static bool is_device(CUdevice device) { return device >= 0 && device < num_devices; }
+static bool is_device(CUdevice device) {
+    return device >= 0 && device < num_devices;
+}
 
 CUresult cuDeviceGetCount(int *count) {
     ENTER(ALWAYS);
@@ -1243,15 +1298,33 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     static const struct {
         int attribute, value;
     } known[] = {
-        {1, 1024}, {2, 1024}, {3, 1024}, {4, 64},  /* threads of a block, and along x, y and z */
-        {5, 2147483647}, {6, 65535}, {7, 65535},   /* blocks of a grid */
-        {8, 49152}, {10, 32}, {13, 1000000},       /* shared memory, a warp, the clock in kHz */
-        {15, 1}, {16, 16}, {19, 1}, {31, 1},       /* overlap, multiprocessors, mapped host memory, concurrent kernels */
-        {39, 2048}, {40, 2}, {41, 1},              /* threads of a multiprocessor, copy engines, unified addressing */
-        {75, 9}, {76, 0}, {78, 1},                 /* compute capability, stream priorities */
-        {91, 1}, {99, 1},                          /* registered memory by its host address; there is such */
-        {102, 1}, {103, 1},                        /* virtual memory management, its descriptors */
-        {122, 1}, {123, 1}, {125, 1},              /* stream memory operations of 64 bits, NOR; IPC events */
+        {1, 1024},       /* threads of a block */
+        {2, 1024},       /* along x */
+        {3, 1024},       /* y */
+        {4, 64},         /* z */
+        {5, 2147483647}, /* blocks of a grid, along x */
+        {6, 65535},      /* y */
+        {7, 65535},      /* z */
+        {8, 49152},      /* bytes of shared memory of a block */
+        {10, 32},        /* threads of a warp */
+        {13, 1000000},   /* kHz */
+        {15, 1},         /* copies beside kernels */
+        {16, 16},        /* multiprocessors */
+        {19, 1},         /* host memory can be mapped */
+        {31, 1},         /* kernels beside one another */
+        {39, 2048},      /* threads of a multiprocessor */
+        {40, 2},         /* copy engines */
+        {41, 1},         /* unified addressing */
+        {75, 9},         /* compute capability 9 */
+        {76, 0},         /* .0 */
+        {78, 1},         /* stream priorities */
+        {91, 1},         /* registered memory by its host address */
+        {99, 1},         /* it can be registered */
+        {102, 1},        /* virtual memory management */
+        {103, 1},        /* with file descriptors */
+        {122, 1},        /* stream memory operations of 64 bits */
+        {123, 1},        /* WAIT_VALUE_NOR */
+        {125, 1},        /* IPC events */
     };
     ENTER(ALWAYS);
     LEAVE_IF(!value || (int)attribute < 1 || (int)attribute > 147, CUDA_ERROR_INVALID_VALUE);
@@ -1286,8 +1359,10 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
 
 static void end_stream(CUstream stream) { /* once its work is done, or dropped */
     stream->ended = true;
-    if (stream->started) pthread_cond_signal(&stream->work);
-    else stream_free(stream);
+    if (stream->started)
+        pthread_cond_signal(&stream->work);
+    else
+        stream_free(stream);
 }
 
 static void event_free(CUevent event) {
@@ -1296,9 +1371,8 @@ static void event_free(CUevent event) {
     *at = event->next;
     marker_drop(event->marker);
     if (event->shared && !event->opened) {
-        char name[32], path[640];
-        snprintf(name, sizeof name, "%016llx", (unsigned long long)event->number);
-        path_of(path, sizeof path, "events", name);
+        char path[640];
+        numbered_path(path, sizeof path, "events", event->number);
         unlink(path);
     }
     free(event); /* its shared state stays mapped: what is queued may wait for it */
@@ -1468,12 +1542,14 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *num_bytes, CUdevicep
 /* What an allocation is asked for with: pinned memory of a device. */
 static CUresult check_properties(const CUmemAllocationProp *properties) {
     if (!properties || properties->type != CU_MEM_ALLOCATION_TYPE_PINNED) return CUDA_ERROR_INVALID_VALUE;
-    if (properties->location.type != CU_MEM_LOCATION_TYPE_DEVICE || properties->win32HandleMetaData) return CUDA_ERROR_INVALID_VALUE;
+    if (properties->location.type != CU_MEM_LOCATION_TYPE_DEVICE || properties->win32HandleMetaData)
+        return CUDA_ERROR_INVALID_VALUE;
     if (properties->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
     return is_device(properties->location.id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
-CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *properties, CUmemAllocationGranularity_flags option) {
+CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *properties,
+                                       CUmemAllocationGranularity_flags option) {
     ENTER(DRIVER);
     CUresult code = check_properties(properties);
     LEAVE_IF(code, code);
@@ -1482,7 +1558,8 @@ CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocatio
     return leave(CUDA_SUCCESS);
 }
 
-CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t num_bytes, const CUmemAllocationProp *properties, unsigned long long flags) {
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t num_bytes, const CUmemAllocationProp *properties,
+                     unsigned long long flags) {
     ENTER(DRIVER);
     CUresult code = check_properties(properties);
     LEAVE_IF(code, code);
@@ -1505,7 +1582,8 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle number) {
     return leave(CUDA_SUCCESS);
 }
 
-CUresult cuMemExportToShareableHandle(void *result, CUmemGenericAllocationHandle number, CUmemAllocationHandleType type, unsigned long long flags) {
+CUresult cuMemExportToShareableHandle(void *result, CUmemGenericAllocationHandle number, CUmemAllocationHandleType type,
+                                      unsigned long long flags) {
     ENTER(DRIVER);
     Handle *handle = *handle_at(number);
     LEAVE_IF(!result || !handle || flags || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE);
@@ -1533,7 +1611,8 @@ static bool name_of(int fd, char *name, size_t size) {
     return found;
 }
 
-CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared, CUmemAllocationHandleType type) {
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared,
+                                        CUmemAllocationHandleType type) {
     ENTER(DRIVER);
     char name[40];
     int fd = (int)(intptr_t)shared;
@@ -1555,12 +1634,14 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
     return leave(CUDA_SUCCESS);
 }
 
-CUresult cuMemAddressReserve(CUdeviceptr *address, size_t num_bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t num_bytes, size_t alignment, CUdeviceptr hint,
+                             unsigned long long flags) {
     ENTER(DRIVER);
     LEAVE_IF(!address || flags || !num_bytes || num_bytes % GRANULARITY, CUDA_ERROR_INVALID_VALUE);
     LEAVE_IF(alignment & (alignment - 1) || hint % PAGE, CUDA_ERROR_INVALID_VALUE);
     if (alignment < GRANULARITY) alignment = GRANULARITY;
-    char *base = mmap((void *)(uintptr_t)hint, num_bytes + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *base = mmap((void *)(uintptr_t)hint, num_bytes + alignment, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     LEAVE_IF(base == MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
     uintptr_t at = ((uintptr_t)base + alignment - 1) / alignment * alignment;
     if (at > (uintptr_t)base) munmap(base, at - (uintptr_t)base);
@@ -1576,7 +1657,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *address, size_t num_bytes, size_t alig
 
 static bool is_mapped(uintptr_t address, size_t num_bytes) {
     for (Range *each = ranges; each; each = each->next)
-        if (each->kind == MAPPED && each->address < address + num_bytes && address < each->address + each->num_bytes) return true;
+        if (each->kind == MAPPED && overlap(address, num_bytes, each->address, each->num_bytes)) return true;
     return false;
 }
 
@@ -1592,15 +1673,18 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t num_bytes) {
     return leave(CUDA_SUCCESS);
 }
 
-CUresult cuMemMap(CUdeviceptr address, size_t num_bytes, size_t offset, CUmemGenericAllocationHandle number, unsigned long long flags) {
+CUresult cuMemMap(CUdeviceptr address, size_t num_bytes, size_t offset, CUmemGenericAllocationHandle number,
+                  unsigned long long flags) {
     ENTER(DRIVER);
     Handle *handle = *handle_at(number);
     Reservation *it = reservations;
-    while (it && !(address >= it->address && num_bytes <= it->num_bytes && address - it->address <= it->num_bytes - num_bytes)) it = it->next;
+    while (it && !(address >= it->address && address + num_bytes <= it->address + it->num_bytes)) it = it->next;
     LEAVE_IF(!handle || !it || offset || flags || !num_bytes, CUDA_ERROR_INVALID_VALUE);
-    LEAVE_IF(address % GRANULARITY || num_bytes % GRANULARITY || num_bytes > handle->memory->num_bytes, CUDA_ERROR_INVALID_VALUE);
+    LEAVE_IF(address % GRANULARITY || num_bytes % GRANULARITY || num_bytes > handle->memory->num_bytes,
+             CUDA_ERROR_INVALID_VALUE);
     LEAVE_IF(is_mapped(address, num_bytes), CUDA_ERROR_INVALID_VALUE);
-    void *at = mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, handle->memory->fd, 0);
+    void *at = mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
+                    handle->memory->fd, 0);
     LEAVE_IF(at == MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
     madvise(at, num_bytes, MADV_DONTFORK);
     handle->memory->refs++;
@@ -1613,7 +1697,8 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t num_bytes) {
     Range *range = range_at(address, MAPPED);
     LEAVE_IF(!range || range->num_bytes != num_bytes, CUDA_ERROR_INVALID_VALUE);
     range_close(range);
-    void *at = mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    void *at = mmap((void *)(uintptr_t)address, num_bytes, PROT_NONE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) abort();
     range_free(range);
     return leave(CUDA_SUCCESS);
@@ -1624,7 +1709,8 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t num_bytes, const CUmemAccess
     LEAVE_IF(!wanted || !count || !num_bytes || num_bytes % GRANULARITY, CUDA_ERROR_INVALID_VALUE);
     for (size_t i = 0; i < count; i++) {
         int flags = (int)wanted[i].flags;
-        LEAVE_IF(wanted[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE || flags < 0 || flags == 2 || flags > 3, CUDA_ERROR_INVALID_VALUE);
+        LEAVE_IF(wanted[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE || flags < 0 || flags == 2 || flags > 3,
+                 CUDA_ERROR_INVALID_VALUE);
         LEAVE_IF(!is_device(wanted[i].location.id), CUDA_ERROR_INVALID_DEVICE);
     }
     Range *range;
@@ -1669,7 +1755,8 @@ CUresult cuMemHostUnregister(void *pointer) {
 CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *pointer, unsigned int flags) {
     ENTER(CONTEXT);
     Range *range = range_of((uintptr_t)pointer);
-    LEAVE_IF(!address || flags || !range || (range->kind != REGISTERED && range->kind != HOST), CUDA_ERROR_INVALID_VALUE);
+    LEAVE_IF(!address || flags || !range || (range->kind != REGISTERED && range->kind != HOST),
+             CUDA_ERROR_INVALID_VALUE);
     LEAVE_IF(!reach(current, (uintptr_t)pointer, 1, READS), CUDA_ERROR_INVALID_VALUE);
     *address = (uintptr_t)pointer;
     return leave(CUDA_SUCCESS);
@@ -1714,8 +1801,8 @@ static bool check_copy(const Copy *copy, Way way, bool *pageable) {
     return true;
 }
 
-/* In stream order. A copy of pageable memory is over when the call returns, as it may be on a card: what relies on it that
-   such a call comes back at once is wrong. */
+/* In stream order. A copy of pageable memory is over when the call returns, as it may be on a card: who relies on it
+   that such a call comes back at once is wrong. */
 static CUresult copy(uintptr_t dst, uintptr_t src, size_t num_bytes, CUstream stream, Way way, bool wait) {
     stream = stream_of(stream);
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
@@ -1772,11 +1859,14 @@ CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *siz
     stream = stream_of(stream);
     LEAVE_IF(!stream, CUDA_ERROR_INVALID_HANDLE);
     LEAVE_IF(!dsts || !srcs || !sizes || !count, CUDA_ERROR_INVALID_VALUE);
-    LEAVE_IF(!attributes || !firsts || !num_attributes || num_attributes > count || firsts[0], CUDA_ERROR_INVALID_VALUE);
+    LEAVE_IF(!attributes || !firsts || !num_attributes || num_attributes > count || firsts[0],
+             CUDA_ERROR_INVALID_VALUE);
     for (size_t i = 0; i < num_attributes; i++) {
         int order = (int)attributes[i].srcAccessOrder;
-        LEAVE_IF(order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY, CUDA_ERROR_INVALID_VALUE);
-        LEAVE_IF(attributes[i].flags > 1 || firsts[i] >= count || (i && firsts[i] <= firsts[i - 1]), CUDA_ERROR_INVALID_VALUE);
+        LEAVE_IF(order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+                 CUDA_ERROR_INVALID_VALUE);
+        LEAVE_IF(attributes[i].flags > 1 || firsts[i] >= count || (i && firsts[i] <= firsts[i - 1]),
+                 CUDA_ERROR_INVALID_VALUE);
     }
     Operation *it = operation(COPIES, count);
     bool wait = false, ok = true;
@@ -1867,7 +1957,8 @@ CUresult cuStreamQuery(CUstream stream) {
     return leave(stream->first ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
 
-static CUresult value_operation(OperationKind kind, CUstream stream, uintptr_t address, uint64_t value, unsigned width, unsigned flags) {
+static CUresult value_operation(OperationKind kind, CUstream stream, uintptr_t address, uint64_t value, unsigned width,
+                                unsigned flags) {
     stream = stream_of(stream);
     unsigned known = kind == WAIT_VALUE ? 3 : CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER;
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
@@ -1920,13 +2011,13 @@ static CUevent event_new(unsigned flags) {
 }
 
 static SharedEvent *shared_map(uint64_t number, bool create) {
-    char name[32], path[640];
-    snprintf(name, sizeof name, "%016llx", (unsigned long long)number);
-    path_of(path, sizeof path, "events", name);
+    char path[640];
+    numbered_path(path, sizeof path, "events", number);
     int fd = open(path, O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0), 0600);
     if (fd < 0) return NULL;
     void *at = MAP_FAILED;
-    if (!create || !ftruncate(fd, sizeof(SharedEvent))) at = mmap(NULL, sizeof(SharedEvent), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (!create || !ftruncate(fd, sizeof(SharedEvent)))
+        at = mmap(NULL, sizeof(SharedEvent), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
     return at == MAP_FAILED ? NULL : at;
 }
@@ -2001,7 +2092,9 @@ CUresult cuEventSynchronize(CUevent event) {
     if (event->shared) {
         SharedEvent *shared = event->shared;
         uint64_t generation = generation_of(shared);
-        for (unsigned looks = 0; generation && !over(context) && !is_past(shared, generation, looks % 64 == 63); looks++) rest();
+        for (unsigned looks = 0; generation && !over(context) && !is_past(shared, generation, looks % 64 == 63);
+             looks++)
+            rest();
     } else if (event->marker) {
         Marker *marker = marker_share(event->marker);
         while (!marker->done && !over(context)) pthread_cond_wait(&changed, &lock);
@@ -2013,7 +2106,8 @@ CUresult cuEventSynchronize(CUevent event) {
 static CUresult elapsed(float *milliseconds, CUevent start, CUevent end) {
     if (!milliseconds) return CUDA_ERROR_INVALID_VALUE;
     if (!event_of(start) || !event_of(end)) return CUDA_ERROR_INVALID_HANDLE;
-    if ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING || !start->marker || !end->marker) return CUDA_ERROR_INVALID_HANDLE;
+    if ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING || !start->marker || !end->marker)
+        return CUDA_ERROR_INVALID_HANDLE;
     if (!start->marker->done || !end->marker->done) return CUDA_ERROR_NOT_READY;
     *milliseconds = (float)((double)(int64_t)(end->marker->at_ns - start->marker->at_ns) / 1e6);
     return CUDA_SUCCESS;
@@ -2043,8 +2137,10 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
     } else if (event->marker) {
         it->marker = marker_share(event->marker);
     }
-    if (it->generation || it->marker) enqueue(stream, it);
-    else free(it);
+    if (it->generation || it->marker)
+        enqueue(stream, it);
+    else
+        free(it);
     return leave(CUDA_SUCCESS);
 }
 
@@ -2105,7 +2201,8 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
 
 static Range *opened_as(const char *name) {
     for (Range *each = ranges; each; each = each->next)
-        if (each->kind == OPENED && each->context == current && !each->closing && !strcmp(each->memory->name, name)) return each;
+        if (each->kind == OPENED && each->context == current && !each->closing && !strcmp(each->memory->name, name))
+            return each;
     return NULL;
 }
 
@@ -2116,7 +2213,8 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsi
     struct stat about;
     memcpy(&it, &handle, sizeof it);
     LEAVE_IF(!address || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CUDA_ERROR_INVALID_VALUE);
-    LEAVE_IF(memcmp(it.magic, "SCMEMORY", 8) || it.name[sizeof it.name - 1] || strchr(it.name, '/'), CUDA_ERROR_INVALID_VALUE);
+    LEAVE_IF(memcmp(it.magic, "SCMEMORY", 8) || it.name[sizeof it.name - 1] || strchr(it.name, '/'),
+             CUDA_ERROR_INVALID_VALUE);
     LEAVE_IF(it.exporter == process, CUDA_ERROR_INVALID_CONTEXT);
     Range *range = opened_as(it.name);
     if (range) {
@@ -2176,7 +2274,8 @@ static void blank_comments(char *text) {
     }
 }
 
-/* The bytes of a parameter, such as `.param .u64 .ptr .global name` or `.param .align 8 .b8 name[16]`. 0: it can't be told. */
+/* The bytes of a parameter, such as `.param .u64 .ptr .global name` or `.param .align 8 .b8 name[16]`. 0: it can't be
+   told. */
 static unsigned size_of_parameter(const char *text, const char *end) {
     unsigned bits = 0, times = 1;
     for (const char *at = text; at < end; at++) {
@@ -2214,7 +2313,8 @@ static CUresult module_new(CUmodule *result, const void *image) {
     char *text = strdup(image), *at;
     if (!text) abort();
     blank_comments(text);
-    bool ok = !strncmp(text + strspn(text, " \t\r\n"), ".version", 8) && strstr(text, ".target") && strstr(text, ".address_size");
+    bool ok = !strncmp(text + strspn(text, " \t\r\n"), ".version", 8) && strstr(text, ".target") &&
+              strstr(text, ".address_size");
     CUmodule module = made(sizeof *module);
     module->context = current;
     module->next = modules;
@@ -2228,7 +2328,8 @@ static CUresult module_new(CUmodule *result, const void *image) {
         function->next = module->functions;
         module->functions = function;
         function->module = module;
-        ok = sscanf(at + 6, " %127[A-Za-z0-9_$]%n", function->name, &length) == 1 && parse_parameters(function, at + 6 + length);
+        ok = sscanf(at + 6, " %127[A-Za-z0-9_$]%n", function->name, &length) == 1 &&
+             parse_parameters(function, at + 6 + length);
     }
     free(text);
     if (!ok) {
@@ -2244,7 +2345,8 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     return leave(module_new(module, image));
 }
 
-CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int num_options, CUjit_option *options, void **values) {
+CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int num_options, CUjit_option *options,
+                            void **values) {
     ENTER(CONTEXT);
     LEAVE_IF(num_options && (!options || !values), CUDA_ERROR_INVALID_VALUE); /* what they say is the compiler's */
     return leave(module_new(module, image));
@@ -2287,14 +2389,20 @@ static bool read_arguments(CUfunction function, void **params, void **extra, uin
     size_t size = 0, at = 0;
     if (params && extra) return false;
     for (void **each = extra; each && *each != CU_LAUNCH_PARAM_END; each += 2) {
-        if (each[0] == CU_LAUNCH_PARAM_BUFFER_POINTER) buffer = each[1];
-        else if (each[0] == CU_LAUNCH_PARAM_BUFFER_SIZE) size = *(size_t *)each[1];
-        else return false;
+        if (each[0] == CU_LAUNCH_PARAM_BUFFER_POINTER)
+            buffer = each[1];
+        else if (each[0] == CU_LAUNCH_PARAM_BUFFER_SIZE)
+            size = *(size_t *)each[1];
+        else
+            return false;
     }
     for (unsigned i = 0; i < function->num_params; i++) {
-        if (params && params[i]) memcpy(&arguments[i], params[i], 8);
-        else if (buffer && at + 8 <= size) memcpy(&arguments[i], buffer + at, 8);
-        else return false;
+        if (params && params[i])
+            memcpy(&arguments[i], params[i], 8);
+        else if (buffer && at + 8 <= size)
+            memcpy(&arguments[i], buffer + at, 8);
+        else
+            return false;
         at += 8;
     }
     return true;
@@ -2305,13 +2413,15 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int g
                         CUstream stream, void **params, void **extra) {
     ENTER(CONTEXT);
     stream = stream_of(stream);
-    LEAVE_IF(!stream || !is_function(function) || function->module->context != stream->context, CUDA_ERROR_INVALID_HANDLE);
-    LEAVE_IF(!grid_x || !grid_y || !grid_z || grid_x > 2147483647 || grid_y > 65535 || grid_z > 65535, CUDA_ERROR_INVALID_VALUE);
+    LEAVE_IF(!stream || !is_function(function) || function->module->context != stream->context,
+             CUDA_ERROR_INVALID_HANDLE);
+    LEAVE_IF(!grid_x || !grid_y || !grid_z || grid_x > 2147483647 || grid_y > 65535 || grid_z > 65535,
+             CUDA_ERROR_INVALID_VALUE);
     LEAVE_IF(!block_x || !block_y || !block_z || block_z > 64 || shared_bytes > 49152, CUDA_ERROR_INVALID_VALUE);
     LEAVE_IF((uint64_t)block_x * block_y * block_z > 1024, CUDA_ERROR_INVALID_VALUE);
     const Kernel *kernel = kernel_of(function->name);
     LEAVE_IF(!kernel, CUDA_ERROR_NOT_SUPPORTED);
-    LEAVE_IF(kernel->num_params != function->num_params, CUDA_ERROR_INVALID_IMAGE); /* the PTX says otherwise than we do */
+    LEAVE_IF(kernel->num_params != function->num_params, CUDA_ERROR_INVALID_IMAGE); /* not the kernel that we know */
     for (unsigned i = 0; i < function->num_params; i++) LEAVE_IF(function->sizes[i] != 8, CUDA_ERROR_INVALID_IMAGE);
     uint64_t arguments[MAX_PARAMS] = {0};
     LEAVE_IF(!read_arguments(function, params, extra, arguments), CUDA_ERROR_INVALID_VALUE);
