@@ -94,6 +94,8 @@ class _Handle(ctypes.Structure):
 class LibCuda:
     """The `Driver` of `cuda_engine`. ConfigError: this machine has no CUDA driver."""
 
+    batch_flags = 0  # CUmemcpyFlags of batched copies
+
     def __init__(self, library: Any = None) -> None:
         """`library`: by default the machine's."""
         try:
@@ -135,8 +137,8 @@ class LibCuda:
                 copied = (ctypes.c_uint64(to), ctypes.c_uint64(start), ctypes.c_size_t(num_bytes))
                 self.call("cuMemcpyAsync", *copied, ctypes.c_void_p(stream))
             return
-        attributes, first = _Attributes(src_access_order=SRC_ACCESS_ORDER_STREAM), ctypes.c_size_t(0)
-        failed = ctypes.c_size_t(0)
+        attributes = _Attributes(src_access_order=SRC_ACCESS_ORDER_STREAM, flags=self.batch_flags)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         tail = (ctypes.byref(failed),) if self._tells_index else ()
         self.call(
             self._batch,
