@@ -72,7 +72,7 @@ def probe(environment: dict[str, str], *options: str) -> subprocess.CompletedPro
 def asked(libcuda: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
     """(the JSON, the markdown, what was printed)."""
     folder = tmp_path_factory.mktemp("probe")
-    with cards(libcuda, SOFTCUDA_MEMORY=128 << 20) as soft:
+    with cards(libcuda, SOFTCUDA_MEMORY=64 << 20) as soft:
         files = ("--json", str(folder / "probe.json"), "--markdown", str(folder / "probe.md"))
         ran = probe(soft.environment, *files)
     assert ran.returncode in (0, 1), ran.stderr  # 1: rates that a card would not have

@@ -30,16 +30,18 @@ def told(kind, ask, *args):
     except kind as exc:
         print(kind.__name__, exc)
 
-began = time.monotonic()
+began, before = time.monotonic(), open_now(None)
 with staged(0, 20) as stage:
     a = stage.actor("A")
     print(a.ask(adds, 1, b=2))
     told(Failed, a.ask, fails)
     a.ask(gives)
-    (fd,) = a.got
+    (fd,) = a.take()
     b = stage.actor("B")
     print("got", b.hand([fd], reads))
     print("open", len(b.ask(open_now)), len(a.ask(open_now)))
+    os.close(fd)
+    a.ask(gives)  # and nobody takes it
     told(Gone, b.ask, ends)
     a.begin(never)
     print("answered", a.has_answered(0.01))
@@ -54,6 +56,7 @@ try:
     os.kill(pid, 0)
 except ProcessLookupError:
     print("gone")
+assert open_now(None) == before, "the asker kept descriptors"
 assert time.monotonic() - began < 15
 """
 

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from sglcache.memory.cuda_engine import MAX_BATCH
 from sglcache.testing.card import THREADS, WORD
-from sglcache.testing.probe.memory import descriptors
 from sglcache.testing.probe.order import spread
 from sglcache.testing.probe.sizes import Sizes
 from sglcache.testing.probe.stage import Actor, Failed, Gone, Here, Stage
@@ -396,7 +395,7 @@ def attach_limit(stage: Stage, tell: Tell, sizes: Sizes) -> None:
     daemon = stage.actor("daemon")
     daemon.ask(ready)
     daemon.ask(make_pool, "pool", sizes.pool)
-    with descriptors(daemon) as fds:
+    with daemon.given() as fds:
         before, _ = daemon.ask(free_bytes)
         runners = [stage.actor(f"runner {number}") for number in range(sizes.attached)]
         began = time.monotonic()

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sglcache.testing.card import WORD
-from sglcache.testing.probe.memory import descriptors
 from sglcache.testing.probe.order import wait_for_word, words
 from sglcache.testing.probe.sizes import Sizes
 from sglcache.testing.probe.stage import Actor, Here, Stage
@@ -51,7 +50,7 @@ def _die_writing(
     writer.ask(ready)
     watcher.ask(ready)
     maker.ask(make_pool, "pool", sizes.page)
-    with descriptors(maker) as fds:
+    with maker.given() as fds:
         other.hand(fds, map_pool, "pool", sizes.page)
     with words(writer, watcher) as ring:
         watcher.begin(watch, sizes.page)
@@ -79,7 +78,7 @@ def waiter_dies(stage: Stage, tell: Tell, sizes: Sizes) -> None:
     before, _ = looks.ask(free_bytes)
     a.ask(ready)
     a.ask(make_pool, "pool", sizes.pool)
-    with descriptors(a), words(a):
+    with a.given(), words(a):
         a.ask(wait_for_word, 0, 1)
         stage.sleep(sizes.still_s)
         killed, dead = a.kill()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
 import time
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 
 from sglcache.testing.card import WORD
 from sglcache.testing.probe.sizes import Sizes
-from sglcache.testing.probe.stage import Actor, Failed, Here, Stage
+from sglcache.testing.probe.stage import Failed, Here, Stage
 from sglcache.testing.probe.tasks import (
     Pool,
     Tell,
@@ -34,17 +31,6 @@ DIRT: Final = 0xD1D1D1D1D1D1D1D1
 HELD: Final = 0.02  # of the memory: what changes by less says nothing, since contexts come and go
 
 
-@contextlib.contextmanager
-def descriptors(actor: Actor) -> Iterator[list[int]]:
-    """Those of its last answer, closed afterwards."""
-    fds = actor.got
-    try:
-        yield fds
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
 # -- (a) -----------------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +39,7 @@ def handing_over(stage: Stage, tell: Tell, sizes: Sizes) -> None:
     a, b = stage.actor("A"), stage.actor("B")
     tell("a.begin_s", round(max(a.ask(ready), b.ask(ready)), 3))
     a.ask(make_pool, "pool", sizes.pool)
-    with descriptors(a) as fds:
+    with a.given() as fds:
         b.hand(fds, map_pool, "pool", sizes.pool)
     a.ask(count_into, "pool", 1000)
     there = b.ask(wrong_words, "pool", 1000)
@@ -93,7 +79,7 @@ def handing_over_timed(stage: Stage, tell: Tell, sizes: Sizes) -> None:
         all_took: list[dict[str, float]] = []
         for _ in range(sizes.repeats):
             made = a.ask(make_pool, "pool", num_bytes)
-            with descriptors(a) as fds:
+            with a.given() as fds:
                 mapped = b.hand(fds, map_pool, "pool", num_bytes)
             took = {f"A {name}": seconds for name, seconds in made.items()}
             took |= {f"B {name}": seconds for name, seconds in mapped.items()}
@@ -117,14 +103,14 @@ def fresh_memory(stage: Stage, tell: Tell, sizes: Sizes) -> None:
     dirty.ask(ready)
     size = int(sizes.dirty * dirty.ask(free_bytes)[0])
     dirty.ask(make_pool, "pool", size)
-    with descriptors(dirty):
+    with dirty.given():
         dirty.ask(fill_pool, "pool", DIRT)
     dirty.kill()
     back = stage.until(lambda: looks.ask(free_bytes)[0] > before - size // 2, sizes.back_s)
     assert back, "the memory of a killed process is not back"
     new = stage.actor("B")
     new.ask(make_pool, "pool", size)
-    with descriptors(new):
+    with new.given():
         tell("a.fresh_zero", new.ask(words_not, "pool", 0) == 0)
     tell("a.fresh_dirt", new.ask(found_words, "pool", DIRT))
 
@@ -197,7 +183,7 @@ def exporter_dies(stage: Stage, tell: Tell, sizes: Sizes) -> None:
     size = a.ask(rounded, int(sizes.held * a.ask(free_bytes)[0]))
     small = total * HELD
     a.ask(make_pool, "pool", size)
-    with descriptors(a) as fds:
+    with a.given() as fds:
         b.hand(fds, map_pool, "pool", size)
         a.ask(count_into, "pool", 21)
         a.kill()
@@ -233,7 +219,7 @@ def owner_dies_alone(stage: Stage, tell: Tell, sizes: Sizes) -> None:
     a.ask(ready)
     size = a.ask(rounded, int(sizes.held * a.ask(free_bytes)[0]))
     a.ask(make_pool, "pool", size)
-    with descriptors(a):
+    with a.given():
         a.ask(count_into, "pool", 1)
     killed, dead = a.kill()
     at_once, _ = looks.ask(free_bytes)
@@ -274,8 +260,6 @@ def room(stage: Stage, size: int) -> bool:
             raise
         return False
     finally:
-        for fd in new.got:
-            os.close(fd)
         new.kill()
     return True
 

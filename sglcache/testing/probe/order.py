@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 
 from sglcache.testing.card import THREADS, WORD
-from sglcache.testing.probe.memory import descriptors
 from sglcache.testing.probe.sizes import Sizes
 from sglcache.testing.probe.stage import Actor, Here, Stage
 from sglcache.testing.probe.tasks import (
@@ -243,7 +242,7 @@ def stale_pages(stage: Stage, tell: Tell, sizes: Sizes) -> None:
     daemon.ask(ready)
     runner.ask(ready)
     daemon.ask(make_pool, "pool", sizes.pages * sizes.page)
-    with descriptors(daemon) as fds:
+    with daemon.given() as fds:
         runner.hand(fds, map_pool, "pool", sizes.pages * sizes.page)
     host = new_shared(sizes.page)
     daemon.hand([host], pin_page, sizes.page)
@@ -366,7 +365,7 @@ def beside_a_wait(stage: Stage, tell: Tell, sizes: Sizes) -> None:
                 held.append(name)
             ring.words[0] = number
             c.result()
-            with descriptors(c):
+            with c.given():
                 c.ask(finish_stream)
 
 

@@ -120,7 +120,7 @@ class Actor:
         self.name = name
         self._stage = stage
         self._asked: list[str] = []
-        self.got: list[int] = []  # the descriptors of the last answer; the asker's to close
+        self._got: list[int] = []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         asker = os.getpid()
         self.pid = os.fork()
@@ -154,9 +154,10 @@ class Actor:
     def result(self) -> Any:
         """The answer to the first of what was asked and is not answered yet."""
         what = f"{self.name} ({self._asked[0]})"
-        self.got, began = [], time.monotonic()
+        self._close(self.take())
+        began = time.monotonic()
         try:
-            (good, answer), self.got = self._link.receive(max(0.0, self._stage.left_s))
+            (good, answer), self._got = self._link.receive(max(0.0, self._stage.left_s))
         except TimeoutError as exc:
             raise Hung(f"{what} did not answer within {time.monotonic() - began:.1f} s, to the question's end") from exc
         except (EOFError, ConnectionError) as exc:
@@ -165,6 +166,20 @@ class Actor:
         if not good:
             raise Failed(f"{what}: {answer}")
         return answer
+
+    def take(self) -> list[int]:
+        """The last answer's descriptors, from now on the caller's to close; not taken, they go with the next answer."""
+        fds, self._got = self._got, []
+        return fds
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[list[int]]:
+        """As `take`, and closed at the end."""
+        fds = self.take()
+        try:
+            yield fds
+        finally:
+            self._close(fds)
 
     def has_answered(self, within_s: float) -> bool:
         """Whether `result` would come at once; waits so long for it."""
@@ -198,6 +213,10 @@ class Actor:
         except ConnectionError as exc:
             raise Gone(f"{self.name} was gone when it was to {task.__name__}") from exc
 
+    def _close(self, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+
     def _is_dead(self, within_s: float) -> bool:
         if self.pidfd is not None:
             return bool(select.select([self.pidfd], [], [], max(0.0, within_s))[0])
@@ -211,6 +230,7 @@ class Actor:
     def _reap(self) -> None:
         os.waitpid(self.pid, 0)
         self.pid = 0
+        self._close(self.take())
         if self.pidfd is not None:
             os.close(self.pidfd)
         self._link.sock.close()
