@@ -373,6 +373,7 @@ class Member:
                 raise
             except SglcacheError as exc:
                 why = exc
+            self.drop_pools()  # of a card: the next life may have no other room
             connection = self._next_life(hello, timeout_s)
             try:
                 _check_alike(self._welcome, connection.welcome, self.socket)
@@ -445,15 +446,24 @@ class Member:
         if self._ring is not None:
             self._ring.close()
 
+    def drop_pools(self) -> None:
+        """Let go of the pools: their memory goes with the last tensor or array of yours. They are mapped anew when they
+        are asked for."""
+        with self._connection.lock:
+            self._close_pools()
+
+    def _close_pools(self) -> None:
+        for pools in self._pools.values():
+            for pool in pools:
+                pool.close()
+        self._pools = {}
+
     def _drop_mappings(self) -> None:
         if self._cards is not None:
             self._cards.leave()
         if self._loads is not None:
             self._loads.close()
-        for pools in self._pools.values():
-            for pool in pools:
-                pool.close()
-        self._pools = {}
+        self._close_pools()
 
     def _in_child(self) -> None:
         """After a fork: the parent has all this, and the thread that may hold the lock isn't here."""
@@ -518,7 +528,8 @@ class Client(Member):
         """Attach to the daemon's next life, after DaemonRestarted; wait at most so long for it to serve.
 
         What is new from then on: `epoch`, `token` (workers join again with it, `Worker.reattach`), the session, and the
-        memory of `pool`, `window` and `mamba`. What was: every lease and whatever was begun, which raise what they
+        memory of `pool`, `window` and `mamba`; on a card it may find room only once your tensors of theirs are gone.
+        What was: every lease and whatever was begun, which raise what they
         raised before; take `pool` anew, and acquire anew. The cache has at most what outlived the daemon.
 
         Where the session ended though the daemon lives (SessionEnded: a worker died, an operator evicted it) it says

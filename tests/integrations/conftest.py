@@ -18,7 +18,7 @@ LOADED = [
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
+        if HERE in item.path.parents and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.models)
 
 

@@ -84,6 +84,10 @@ class Executor(Protocol):
         """Every step so far is behind these tickets of the session: let its workers say so."""
         ...
 
+    def let_go(self) -> None:
+        """The daemon's life is over: keep nothing of its pages. On a card the next life may have no other room."""
+        ...
+
     def reattach(self, token: bytes, timeout_s: float) -> None:
         """The scheduler, or runner, has attached anew, with this token: go on with the pages of that session."""
         ...
@@ -141,6 +145,10 @@ class PagedModel:
             assert member.mamba is not None, "it was checked"
             states = StateLayers(member.mamba.states, numbers.mamba)
         return pools, states
+
+    def let_go(self) -> None:
+        self._pools, self._states = [], None
+        self.member.drop_pools()
 
     def reattach(self, token: bytes, timeout_s: float) -> None:
         """As `Executor.reattach`; where the member is the runner itself, it has attached already."""

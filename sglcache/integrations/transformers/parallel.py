@@ -51,6 +51,10 @@ class _Reattach(msgspec.Struct, tag="reattach"):
     timeout_s: float
 
 
+class _LetGo(msgspec.Struct, tag="let_go"):
+    pass
+
+
 class _Ready(msgspec.Struct, tag="ready"):
     """A worker is attached; or a step is done, and worker 0 tells the logits."""
 
@@ -66,7 +70,7 @@ class _Failed(msgspec.Struct, tag="failed"):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_worker = msgspec.msgpack.Decoder(_Run | _Record | _Reattach).decode
+_to_worker = msgspec.msgpack.Decoder(_Run | _Record | _LetGo | _Reattach).decode
 _from_worker = msgspec.msgpack.Decoder(_Ready | _Failed).decode
 
 
@@ -116,6 +120,10 @@ class ShardedModel:
         if tickets:
             self._tell(_Record(list(tickets)))
 
+    def let_go(self) -> None:
+        self._tell(_LetGo())
+        self._hear()
+
     def reattach(self, token: bytes, timeout_s: float) -> None:
         self._tell(_Reattach(token, timeout_s))
         self._hear()
@@ -139,7 +147,7 @@ class ShardedModel:
     ) -> None:
         self.close()
 
-    def _tell(self, message: _Run | _Record | _Reattach) -> None:
+    def _tell(self, message: _Run | _Record | _LetGo | _Reattach) -> None:
         payload = _encode(message)
         for shard, pipe in enumerate(self._pipes):
             try:
@@ -191,6 +199,9 @@ def _work(
                         pipe.send_bytes(_encode(_compute(paged, message.parts, tell=shard == 0)))
                     elif isinstance(message, _Reattach):
                         pipe.send_bytes(_encode(_join(paged, message)))
+                    elif isinstance(message, _LetGo):
+                        paged.let_go()
+                        pipe.send_bytes(_encode(_Ready()))
                     else:
                         with contextlib.suppress(DaemonRestarted):  # the scheduler meets it, too, and says what next
                             for ticket in message.tickets:

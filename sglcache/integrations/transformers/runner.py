@@ -440,6 +440,7 @@ class Runner:
         self._running, self._crowded = [], False
         self._begun.clear()
         if self._waiting and not finished:  # else whoever needs the cache next meets it again
+            self.executor.let_go()
             self.client.reattach(self.reattach_s)
             self.executor.reattach(self.client.token, self.reattach_s)
         return finished
