@@ -95,6 +95,19 @@ class Card:
     def write(self, stream: int, cell: Words, value: int) -> None:
         self.cuda.write_value(stream, cell.ctypes.data, value)
 
+    @contextlib.contextmanager
+    def held(self, stream: int | None) -> Iterator[None]:
+        """What is put into the stream in here waits until this is over, and the stream has come to it by then.
+
+        As far as it can be done at once it is, for whoever asks the driver next: its lock is not let go of in between.
+        """
+        cells = self.pinned()
+        self.wait(stream or 0, cells[0:], 1)
+        self.write(stream or 0, cells[1:], 1)
+        yield
+        cells[0] = 1
+        until(lambda: bool(cells[1] == 1))
+
     def load(self, text: str) -> int:
         module = ctypes.c_void_p()
         assert self.code("cuModuleLoadData", ctypes.byref(module), text.encode()) == 0
@@ -254,8 +267,9 @@ def test_a_copy_is_done_when_its_event_is_and_not_by_the_call(card: Card, soft_c
     there, stream, host = card.memory(), card.stream(), card.pinned(7, 8)
     event = card.cuda.event()
     with soft_cuda.hold_copies():
-        assert card.batch(words(there), words(host.ctypes.data), words(16), stream) == 0
-        card.cuda.record(event, stream)
+        with card.held(stream):
+            assert card.batch(words(there), words(host.ctypes.data), words(16), stream) == 0
+            card.cuda.record(event, stream)
         assert not card.cuda.done(event)
         assert card.query(stream) == NOT_READY
         host[1] = 9  # the source is read when the stream comes to it
@@ -267,8 +281,9 @@ def test_a_copy_is_done_when_its_event_is_and_not_by_the_call(card: Card, soft_c
 def test_a_stream_is_in_order_and_waits_for_no_other(card: Card) -> None:
     gate, seen = card.pinned(), card.pinned()
     first, second = card.stream(), card.stream()
-    card.wait(first, gate, 1)
-    card.write(first, seen[0:], 5)
+    with card.held(first):
+        card.wait(first, gate, 1)
+        card.write(first, seen[0:], 5)
     card.write(second, seen[1:], 6)
     card.cuda.synchronize(second)
     assert seen[:2].tolist() == [0, 6]
@@ -622,16 +637,25 @@ def test_memory_that_was_pinned_for_one_card_is_pageable_for_another(two_cards: 
 
 
 def test_stream_0_is_in_order_with_the_streams_that_block(card: Card) -> None:
-    gate, seen = card.pinned(), card.pinned()
+    gates, seen = card.pinned(), card.pinned()
     blocking, apart = card.stream(0), card.stream(1)
-    card.wait(blocking, gate, 1)
-    card.write(0, seen[0:], 1)
-    card.write(blocking, seen[1:], 2)
-    card.write(apart, seen[2:], 3)
+    with card.held(blocking):
+        card.wait(0, gates[0:], 1)
+        card.write(0, seen[0:], 1)
+        card.wait(blocking, gates[1:], 1)
+        card.write(blocking, seen[1:], 2)
+        card.write(0, seen[2:], 3)
+    card.write(apart, seen[3:], 4)
     card.cuda.synchronize(apart)
-    assert seen[:3].tolist() == [0, 0, 3]
+    assert seen[:4].tolist() == [0, 0, 0, 4], "stream 0 is first, with what came before"
+    gates[1] = 1
     assert card.query(None) == card.query(blocking) == NOT_READY
-    gate[0] = 1
+    assert seen[:3].tolist() == [0, 0, 0]
+    gates[:2] = 1, 0
+    until(lambda: bool(seen[0] == 1))
+    assert card.query(None) == card.query(blocking) == NOT_READY
+    assert seen[:3].tolist() == [1, 0, 0], "and waits for what came between"
+    gates[1] = 1
     assert card.code("cuCtxSynchronize") == 0
     assert seen[:3].tolist() == [1, 2, 3]
 
@@ -655,12 +679,14 @@ def test_an_event_that_was_never_recorded_is_no_wait(card: Card) -> None:
     card.write(second, seen, 1)
     card.cuda.synchronize(second)
     assert seen[0] == 1
-    card.wait(first, gate, 1)
-    card.cuda.record(event, first)
-    card.cuda.wait_event(second, event)
-    card.write(second, seen, 2)
+    with card.held(second), card.held(first):
+        card.wait(first, gate, 1)
+        card.cuda.record(event, first)
+        card.cuda.wait_event(second, event)
+        card.write(second, seen, 2)
     assert not card.cuda.done(event)
     assert card.query(second) == NOT_READY
+    assert seen[0] == 1
     gate[0] = 1
     card.cuda.synchronize(second)
     assert seen[0] == 2
@@ -712,11 +738,13 @@ def test_an_event_is_recorded_in_a_stream_of_its_context(two_cards: SoftCuda) ->
     with card.cuda.on(1):
         theirs = card.stream()
     assert card.code("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(theirs)) == INVALID_HANDLE
-    card.wait(mine, gate, 1)
-    card.cuda.record(event, mine)
-    card.cuda.wait_event(theirs, event)  # another card may wait for it
-    card.write(theirs, seen, 1)
+    with card.held(theirs), card.held(mine):
+        card.wait(mine, gate, 1)
+        card.cuda.record(event, mine)
+        card.cuda.wait_event(theirs, event)  # another card may wait for it
+        card.write(theirs, seen, 1)
     assert card.query(theirs) == NOT_READY
+    assert seen[0] == 0
     gate[0] = 1
     card.cuda.synchronize(theirs)
     assert seen[0] == 1
@@ -742,8 +770,17 @@ def test_another_process_waits_for_an_event(card: Card, soft_cuda: SoftCuda) -> 
     assert card.code("cuIpcGetEventHandle", handle, ctypes.c_void_p(event)) == 0
     with Process(soft_cuda) as other:
         other.run(open_event(bytes(handle)))
-        step = "cuda.wait_event(stream, event); cuda.write_value(stream, cells.ctypes.data, {})"
-        other.run(step.format(1) + "; cuda.synchronize(stream)")  # never recorded: it waits for nothing
+        step = """
+            cuda.wait_value(stream, cells.ctypes.data + 16, {0})
+            cuda.write_value(stream, cells.ctypes.data + 24, {0})
+            cuda.wait_event(stream, event)
+            cuda.write_value(stream, cells.ctypes.data, {0})
+            cells[2] = {0}
+            while cells[3] != {0}:
+                pass
+        """
+        other.run(step.format(1))
+        other.run("cuda.synchronize(stream)")  # never recorded: it waits for nothing
         card.wait(stream, gate, 1)
         card.cuda.record(event, stream)
         other.run(step.format(2))
@@ -802,12 +839,10 @@ def test_an_event_is_shared_where_it_was_made_for_that(card: Card) -> None:
 )
 def test_a_stream_waits_for_a_word_that_may_wrap_around(card: Card, at: int, value: int, met: bool) -> None:
     cell, seen, stream = card.pinned(at), card.pinned(), card.stream()
-    card.wait(stream, cell, value)
-    card.write(stream, seen, 1)
-    if met:
-        card.cuda.synchronize(stream)
-    else:
-        assert card.query(stream) == NOT_READY
+    with card.held(stream):
+        card.wait(stream, cell, value)
+        card.write(stream, seen, 1)
+    assert card.query(stream) == (0 if met else NOT_READY)
     assert seen[0] == met
     cell[0] = value
     card.cuda.synchronize(stream)
@@ -817,9 +852,10 @@ def test_a_stream_waits_for_half_a_word_for_equality_and_for_bits(card: Card) ->
     cell, stream = card.pinned(0), card.stream()
     halves = cell.view(np.uint32)
     at, on = ctypes.c_uint64(cell.ctypes.data), ctypes.c_void_p(stream)
-    for flags, value, before, after in ((0, 3, 2, 2**31 - 1), (1, 7, 8, 7), (2, 6, 9, 4), (3, 1, 2**32 - 1, 2)):
+    for flags, value, before, after in ((0, 3, 2**31 + 3, 2**31 + 2), (1, 7, 8, 7), (2, 6, 9, 4), (3, 1, 2**32 - 1, 2)):
         halves[0] = before
-        assert card.code("cuStreamWaitValue32_v2", on, at, value, flags) == 0
+        with card.held(stream):
+            assert card.code("cuStreamWaitValue32_v2", on, at, value, flags) == 0
         assert card.query(stream) == NOT_READY
         halves[0] = after
         card.cuda.synchronize(stream)
@@ -841,9 +877,11 @@ def test_a_stream_waits_for_what_another_process_writes(card: Card, soft_cuda: S
     with Process(soft_cuda) as other:
         other.run("cells = np.ndarray((512,), np.uint64, mmap.mmap(fds[0], 4096)); stream = cuda.stream()", fd)
         other.run("cuda.register(cells.ctypes.data, 4096)")
-        card.wait(stream, cells, 3)
-        card.write(stream, cells[1:], 4)
+        with card.held(stream):
+            card.wait(stream, cells, 3)
+            card.write(stream, cells[1:], 4)
         assert card.query(stream) == NOT_READY
+        assert cells[1] == 0
         other.run("cuda.write_value(stream, cells.ctypes.data, 3); cuda.wait_value(stream, cells.ctypes.data + 8, 4)")
         other.run("cuda.synchronize(stream)")
         assert other.run("cells[:2].tolist()") == [3, 4]
@@ -853,8 +891,10 @@ def test_a_stream_waits_for_what_another_process_writes(card: Card, soft_cuda: S
 def test_a_host_function_runs_in_its_turn_and_calls_no_cuda(card: Card) -> None:
     gate, stream, told = card.pinned(), card.stream(), []
     called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: told.append((data, card.code("cuCtxSynchronize"))))
-    card.wait(stream, gate, 1)
-    assert card.code("cuLaunchHostFunc", ctypes.c_void_p(stream), called, ctypes.c_void_p(42)) == 0
+    with card.held(stream):
+        card.wait(stream, gate, 1)
+        assert card.code("cuLaunchHostFunc", ctypes.c_void_p(stream), called, ctypes.c_void_p(42)) == 0
+    assert card.query(stream) == NOT_READY
     assert told == []
     gate[0] = 1
     card.cuda.synchronize(stream)
