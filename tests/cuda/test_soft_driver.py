@@ -296,7 +296,8 @@ def test_a_stream_is_in_order_and_waits_for_no_other(card: Card) -> None:
 
 def test_a_copy_that_leaves_its_memory_is_refused(card: Card) -> None:
     there, other, stream = card.memory(), card.memory(), card.stream()
-    both = np.ndarray((1024,), np.uint64, mmap.mmap(-1, 8192))
+    three = np.ndarray((3 * 512,), np.uint64, mmap.mmap(-1, 3 * 4096))
+    both = three[512:]
     for half in (both[:512], both[512:]):
         card.cuda.register(half.ctypes.data, half.nbytes)
     host = both.ctypes.data
@@ -304,6 +305,7 @@ def test_a_copy_that_leaves_its_memory_is_refused(card: Card) -> None:
     assert card.copy(there, other, 4096, stream) == 0
     for dst, src, size in (
         (there, host + 4088, 16),  # over the end of one registered range into the next
+        (there, host - 8, 16),  # out of pageable memory into it
         (there + 2 * MIB - 8, host, 16),  # over the end of the memory
         (there, 0, 8),
         (1 << 60, host, 8),  # nowhere
@@ -474,6 +476,31 @@ def test_a_descriptor_that_is_no_memory_of_a_card_is_refused(card: Card, tmp_pat
     card.bytes_of(there, 1)[0] = 1
 
 
+def test_memory_is_exported_where_it_was_made_for_that(card: Card) -> None:
+    properties = (ctypes.c_int * 8)(1, 0, 1)  # pinned, with no handle, of a device: the first
+    handle, fd = ctypes.c_uint64(), ctypes.c_int(-1)
+    create = (ctypes.byref(handle), ctypes.c_size_t(2 * MIB), properties, u64(0))
+    assert card.code("cuMemCreate", *create) == 0
+    assert card.code("cuMemExportToShareableHandle", ctypes.byref(fd), handle, 1, u64(0)) == INVALID_VALUE
+    properties[1] = 8  # a fabric's
+    assert card.code("cuMemCreate", *create) == NOT_SUPPORTED
+    properties[:3] = 1, 1, 3  # of the host
+    assert card.code("cuMemCreate", *create) == INVALID_VALUE
+
+
+def test_plain_memory_is_freed_once_all_that_is_queued_is_done(card: Card) -> None:
+    there, gate, stream, other = card.cuda.alloc(64) or 0, card.pinned(), card.stream(), card.stream()
+    card.wait(stream, gate, 1)
+    assert card.copy(there, gate.ctypes.data, 64, stream) == 0
+    with calling(card.code, "cuMemFree_v2", u64(there)) as answers:
+        assert card.launch(other, "sgl_spin_ns", 5_000_000) == 0
+        card.cuda.synchronize(other)
+        assert answers == []
+        gate[0] = 1
+    assert answers == [0]
+    card.cuda.synchronize(stream)
+
+
 def test_the_budget_is_a_cards_over_all_processes(soft_cuda: SoftCuda) -> None:
     card = Card(soft_cuda, SOFTCUDA_MEMORY=8 * MIB)
     with Process(soft_cuda, SOFTCUDA_MEMORY=8 * MIB) as other:
@@ -642,19 +669,17 @@ def test_stream_0_is_in_order_with_the_streams_that_block(card: Card) -> None:
     with card.held(blocking):
         card.wait(0, gates[0:], 1)
         card.write(0, seen[0:], 1)
-        card.wait(blocking, gates[1:], 1)
         card.write(blocking, seen[1:], 2)
+        card.wait(blocking, gates[1:], 1)
         card.write(0, seen[2:], 3)
     card.write(apart, seen[3:], 4)
     card.cuda.synchronize(apart)
+    assert card.query(None) == card.query(blocking) == NOT_READY
     assert seen[:4].tolist() == [0, 0, 0, 4], "stream 0 is first, with what came before"
-    gates[1] = 1
+    gates[0] = 1
+    until(lambda: bool(seen[1] == 2))
     assert card.query(None) == card.query(blocking) == NOT_READY
-    assert seen[:3].tolist() == [0, 0, 0]
-    gates[:2] = 1, 0
-    until(lambda: bool(seen[0] == 1))
-    assert card.query(None) == card.query(blocking) == NOT_READY
-    assert seen[:3].tolist() == [1, 0, 0], "and waits for what came between"
+    assert seen[:3].tolist() == [1, 2, 0], "and waits for what came between"
     gates[1] = 1
     assert card.code("cuCtxSynchronize") == 0
     assert seen[:3].tolist() == [1, 2, 3]
@@ -848,24 +873,27 @@ def test_a_stream_waits_for_a_word_that_may_wrap_around(card: Card, at: int, val
     card.cuda.synchronize(stream)
 
 
-def test_a_stream_waits_for_half_a_word_for_equality_and_for_bits(card: Card) -> None:
+@pytest.mark.parametrize("width", [32, 64])
+def test_a_stream_waits_for_equality_and_for_bits(card: Card, width: int) -> None:
     cell, stream = card.pinned(0), card.stream()
-    halves = cell.view(np.uint32)
-    at, on = ctypes.c_uint64(cell.ctypes.data), ctypes.c_void_p(stream)
-    for flags, value, before, after in ((0, 3, 2**31 + 3, 2**31 + 2), (1, 7, 8, 7), (2, 6, 9, 4), (3, 1, 2**32 - 1, 2)):
-        halves[0] = before
+    word = cell.view(np.uint32 if width == 32 else np.uint64)
+    at, on, number = u64(cell.ctypes.data), ctypes.c_void_p(stream), ctypes.c_uint32 if width == 32 else u64
+    sign, ones = 1 << (width - 1), (1 << width) - 1
+    for flags, value, before, after in ((0, 3, sign + 3, sign + 2), (1, 7, 8, 7), (2, 6, 9, 4), (3, 1, ones, 2)):
+        word[0] = before
         with card.held(stream):
-            assert card.code("cuStreamWaitValue32_v2", on, at, value, flags) == 0
+            assert card.code(f"cuStreamWaitValue{width}_v2", on, at, number(value), flags) == 0
         assert card.query(stream) == NOT_READY
-        halves[0] = after
+        word[0] = after
         card.cuda.synchronize(stream)
-    assert card.code("cuStreamWriteValue32_v2", on, at, 5, 0) == 0
+    assert card.code(f"cuStreamWriteValue{width}_v2", on, at, number(5), 0) == 0
     card.cuda.synchronize(stream)
-    assert halves[:2].tolist() == [5, 0]
-    assert card.code("cuStreamWaitValue64_v2", on, u64(at.value + 4), u64(1), 0) == INVALID_VALUE
-    assert card.code("cuStreamWaitValue32_v2", on, u64(at.value + 4), 0, 0) == 0
-    assert card.code("cuStreamWaitValue64_v2", on, at, u64(1), 8) == INVALID_VALUE
-    assert card.code("cuStreamWaitValue64_v2", on, at, u64(1), 1 << 30) == NOT_SUPPORTED
+    assert word[:2].tolist() == [5, 0]
+    wait = f"cuStreamWaitValue{width}_v2"
+    assert card.code(wait, on, u64(at.value + 2), number(1), 0) == INVALID_VALUE
+    assert card.code(wait, on, at, number(1), 8) == INVALID_VALUE
+    assert card.code(wait, on, at, number(1), 1 << 30) == NOT_SUPPORTED
+    assert card.code(wait, on, u64(at.value + 4), number(0), 0) == (0 if width == 32 else INVALID_VALUE)
 
 
 def test_a_stream_waits_for_what_another_process_writes(card: Card, soft_cuda: SoftCuda) -> None:
