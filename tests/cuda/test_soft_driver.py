@@ -1009,6 +1009,21 @@ def test_what_is_queued_and_has_lost_its_memory_breaks_the_context(card: Card) -
     assert card.code("cuStreamSynchronize", ctypes.c_void_p(stream)) == ILLEGAL_ADDRESS
 
 
+def test_a_gather_that_goes_astray_breaks_its_context(card: Card) -> None:
+    there, offsets, stream = card.memory(), card.pinned(0, 2 * MIB - 8), card.stream()
+    at = offsets.ctypes.data
+    assert card.launch(stream, "sgl_gather", there, there, at, at + 8, 16, 1) == 0
+    assert card.code("cuStreamSynchronize", ctypes.c_void_p(stream)) == ILLEGAL_ADDRESS
+
+
+def test_a_wait_for_a_word_that_is_no_longer_there_breaks_the_context(card: Card) -> None:
+    gate, stream = card.pinned(), card.stream()
+    with card.held(stream):
+        card.wait(stream, gate, 1)
+    card.cuda.unpin(gate.ctypes.data)
+    assert card.code("cuStreamSynchronize", ctypes.c_void_p(stream)) == ILLEGAL_ADDRESS
+
+
 def test_a_call_fails_from_its_nth_time_on_and_the_context_with_it(two_cards: SoftCuda) -> None:
     card = Card(two_cards, SOFTCUDA_FAIL="cuMemcpyBatchAsync_v2:3:700,cuMemHostRegister_v2:2:2")
     gate, there, stream = card.pinned(5), card.memory(), card.stream()
