@@ -25,10 +25,12 @@ from sglcache.console import (
     Group,
     Number,
     complain,
+    config_option,
     emit,
     exit_code,
     json_option,
     misused,
+    set_option,
 )
 from sglcache.errors import BadRequest, Busy, SglcacheError, Unavailable, extras
 
@@ -179,15 +181,8 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
     ),
     exits={EXIT_SOFTWARE: EXITS[EXIT_SOFTWARE], EXIT_INTERRUPTED: "128 + N: a second signal N ended it at once"},
 )
-@click.option(
-    "--config",
-    "-c",
-    "file",
-    type=click.Path(path_type=Path),
-    envvar="SGLCACHE_CONFIG",
-    help="A TOML file; see configs/cpu.toml.",
-)
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
+@config_option("A TOML file; see configs/cpu.toml.")
+@set_option()
 @click.option("--verbose", "-v", count=True, help="Log who comes and goes (log.level = info); twice, to debug.")
 @click.option("--log-format", type=click.Choice(["lines", "json"]), help="How to log, whatever log.format says.")
 def serve(file: Path | None, overrides: tuple[str, ...], verbose: int, log_format: str | None) -> int:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 from sglcache.errors import BadRequest, ConfigError, NotInstalled, SglcacheError, StartError, Unavailable
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_SOFTWARE, EXIT_INTERRUPTED = 1, 2, 69, 70, 130
 
@@ -29,6 +32,17 @@ EXITS: Mapping[int, str] = {
 """Of every command, in general. 69 and 70 are sysexits' EX_UNAVAILABLE and EX_SOFTWARE."""
 EVERYWHERE = {code: EXITS[code] for code in (0, EXIT_USAGE)}
 OF_DAEMONS = {EXIT_UNAVAILABLE: EXITS[EXIT_UNAVAILABLE]}
+
+
+def config_option(text: str, envvar: str | None = "SGLCACHE_CONFIG") -> Decorator:
+    """The configuration's file, as `file`."""
+    return click.option("--config", "-c", "file", type=click.Path(path_type=Path), envvar=envvar, help=text)
+
+
+def set_option(text: str = "Such as pool.page_size=64.") -> Decorator:
+    """What is laid over the configuration, as `overrides`."""
+    return click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help=text)
+
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="JSON for programs: an object a line, errors as well."

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sglcache import config as configs
-from sglcache.console import Command, emit, json_option
+from sglcache.console import Command, emit, json_option, set_option
 from sglcache.errors import BadRequest
 from sglcache.memory.geometry import FULL, Geometry, StateGeometry
 from sglcache.server import room
@@ -27,7 +27,7 @@ from sglcache.units import Tier
     exits={2: "the configuration is wrong, or does not fit"},
 )
 @click.argument("file", type=click.Path(path_type=Path), required=False, envvar="SGLCACHE_CONFIG")
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
+@set_option()
 @click.option(
     "--ram", metavar="SIZE", help='Check for a host with so much memory, such as "2 TB", instead of for this one.'
 )

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import click
 
 from sglcache import config as configs
-from sglcache.console import Command, emit, json_option
+from sglcache.console import Command, emit, json_option, set_option
 
 HEAD = """# Configure
 
@@ -40,7 +40,7 @@ their names say; `_s` is seconds, `_ms` milliseconds.
     exits={2: "the configuration is wrong"},
 )
 @click.argument("file", type=click.Path(path_type=Path), required=False, envvar="SGLCACHE_CONFIG")
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
+@set_option()
 @click.option("--changed", is_flag=True, help="Only what is not the default.")
 @click.option("--reference", is_flag=True, help="Every key there is, with its kind, bounds and words, as Markdown.")
 @json_option

@@ -13,7 +13,7 @@ from sglcache.cli import socket_option
 from sglcache.client.doctor import Options, examine
 from sglcache.client.doctor.finding import Finding
 from sglcache.commands.curve import curve_of, curve_options
-from sglcache.console import EXIT_FAILED, EXITS, Group, Number, emit, json_option
+from sglcache.console import EXIT_FAILED, EXITS, Group, Number, config_option, emit, json_option, set_option
 from sglcache.errors import ConfigError, Unavailable
 
 
@@ -29,15 +29,8 @@ from sglcache.errors import ConfigError, Unavailable
     exits={0: "nothing failed; there may be warnings", EXIT_FAILED: "something failed"},
 )
 @socket_option
-@click.option(
-    "--config",
-    "-c",
-    "file",
-    type=click.Path(path_type=Path),
-    envvar="SGLCACHE_CONFIG",
-    help="What a daemon is, or is to be, configured by; by default the defaults.",
-)
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as pool.page_size=64.")
+@config_option("What a daemon is, or is to be, configured by; by default the defaults.")
+@set_option()
 @json_option
 @click.pass_context
 def doctor(

@@ -9,7 +9,7 @@ import click
 
 from sglcache import config as configs
 from sglcache.cli import Target, each_of, observer_of, progress, rank_option, socket_option, targets_of
-from sglcache.console import EXITS, Command, emit, json_option
+from sglcache.console import EXITS, Command, config_option, emit, json_option, set_option
 
 
 @click.command(
@@ -23,17 +23,8 @@ from sglcache.console import EXITS, Command, emit, json_option
     exits={2: "nothing is followed, or the trace or the configuration is wrong", 69: EXITS[69]},
 )
 @click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="A trace in Mooncake's format.")
-@click.option(
-    "--config",
-    "-c",
-    "file",
-    type=click.Path(path_type=Path),
-    envvar="SGLCACHE_CONFIG",
-    help="With --trace: the tiers to lay it over; by default those of a daemon without one.",
-)
-@click.option(
-    "--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="With --trace, such as host.size='64 GiB'."
-)
+@config_option("With --trace: the tiers to lay it over; by default those of a daemon without one.")
+@set_option("With --trace, such as host.size='64 GiB'.")
 @click.option("--limit", type=click.IntRange(min=1), help="With --trace: only so many requests of it.")
 @click.option("--page-size", type=click.IntRange(1, 4096), help="With --trace: as --set pool.page_size.")
 @click.option(

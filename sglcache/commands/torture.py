@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from sglcache import config as configs
-from sglcache.console import EXIT_FAILED, Command, Number, json_option
+from sglcache.console import EXIT_FAILED, Command, Number, config_option, json_option
 from sglcache.torture import daemon as daemons
 from sglcache.torture import faults, report, run, schedule
 
@@ -39,13 +39,8 @@ BESIDE_REPLAY = ("--replay", "--indexer", "--keep", "--json")
     "--runners", "num_runners", type=click.IntRange(1, 64), default=4, show_default=True, help="Model runners."
 )
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Of prompts and faults; by default drawn anew.")
-@click.option(
-    "--config",
-    "-c",
-    "file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The daemon's TOML file. Sockets, ports, state and storage are put into a folder of the torture's own.",
+@config_option(
+    "The daemon's TOML file. Sockets, ports, state and storage are put into a folder of the torture's own.", envvar=None
 )
 @click.option(
     "--kind",
