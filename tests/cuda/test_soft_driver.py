@@ -509,6 +509,7 @@ def test_the_budget_is_a_cards_over_all_processes(soft_cuda: SoftCuda) -> None:
         assert other.run("cuda.free_bytes()") == (2 * MIB, 8 * MIB)
         assert other.run("cuda.create(4 << 20, 0)") is None
         assert other.run("cuda.alloc(3 << 20)") is None
+        assert other.run("cuda.alloc(9 << 20)") is None
         assert other.run("cuda.create(2 << 20, 0)") is not None
         assert card.cuda.free_bytes() == (0, 8 * MIB)
         card.cuda.release_memory(handle)
