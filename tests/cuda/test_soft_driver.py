@@ -618,7 +618,7 @@ def test_host_memory_is_registered_once(card: Card) -> None:
     card.cuda.unpin(array.ctypes.data)
     assert card.code("cuMemHostUnregister", ctypes.c_void_p(array.ctypes.data)) == NOT_REGISTERED
     assert card.code(*pin) == 0
-    nowhere = ctypes.c_void_p(1 << 40)
+    nowhere = ctypes.c_void_p(1 << 60)
     assert card.code("cuMemHostRegister_v2", nowhere, ctypes.c_size_t(4096), 1) == INVALID_VALUE
 
 
