@@ -775,9 +775,10 @@ static Marker *marker_share(Marker *marker) {
     return marker;
 }
 
-static void rest(void) { /* between looks at what another process may change */
+/* Between looks at what another process may change: the longer the more it has been looked at. */
+static void rest(unsigned looks) {
     pthread_mutex_unlock(&lock);
-    sleep_ns(20000);
+    sleep_ns(looks < 500 ? 20000 : 200000);
     pthread_mutex_lock(&lock);
 }
 
@@ -887,7 +888,7 @@ static void execute(CUstream stream, Operation *it) {
             fault(context, CUDA_ERROR_ILLEGAL_ADDRESS);
         break;
     case WAIT_VALUE:
-        for (; !over(context); rest()) {
+        for (unsigned looks = 0; !over(context); rest(looks++)) {
             if (!reach(context, it->address, it->width, READS))
                 fault(context, CUDA_ERROR_ILLEGAL_ADDRESS);
             else if (is_met(load(it->address, it->width), it->value, it->width, it->flags))
@@ -905,7 +906,7 @@ static void execute(CUstream stream, Operation *it) {
         __atomic_store_n(&it->shared->slots[it->generation % GENERATIONS].done, it->generation, __ATOMIC_RELEASE);
         break;
     case WAIT_SHARED:
-        for (unsigned looks = 0; !over(context); looks++, rest())
+        for (unsigned looks = 0; !over(context); rest(looks++))
             if (is_past(it->shared, it->generation, looks % 64 == 63)) break;
         break;
     case KERNEL:
@@ -2092,9 +2093,8 @@ CUresult cuEventSynchronize(CUevent event) {
     if (event->shared) {
         SharedEvent *shared = event->shared;
         uint64_t generation = generation_of(shared);
-        for (unsigned looks = 0; generation && !over(context) && !is_past(shared, generation, looks % 64 == 63);
-             looks++)
-            rest();
+        for (unsigned looks = 0; generation && !over(context); rest(looks++))
+            if (is_past(shared, generation, looks % 64 == 63)) break;
     } else if (event->marker) {
         Marker *marker = marker_share(event->marker);
         while (!marker->done && !over(context)) pthread_cond_wait(&changed, &lock);
