@@ -17,6 +17,11 @@
      fail-NAME                the next such call fails with the code that is in the file, which goes
      hold-copies              no copy begins while there is this file
 
+   Otherwise than on a card: the host can read and write a device's memory, where there is access; new memory is zeros;
+   kernels are known by name, and are one thread; priorities are none, and copies have as many engines as there are
+   streams; every card reaches every other's memory; an error of a context is the same for all that was in it. Times say
+   nothing.
+
    The host's memory is the process's own affair: who unmaps what a stream still reads or writes dies of it, where on a
    card pinned pages would stay.
 
