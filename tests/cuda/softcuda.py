@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import os
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +24,8 @@ import pytest
 SOURCE = Path(__file__).parent / "softcuda.c"
 FLAGS = ("-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
 ROOM_BYTES = 1 << 30  # that the cards' memory wants of a file system
+PREFIX = "softcuda-"
+GRACE_S = 60.0
 
 
 def compiled(target: Path, *more: str) -> Path:
@@ -102,12 +106,24 @@ def cards(library: Path, **settings: Any) -> Iterator[SoftCuda]:
     """Cards with this in their environment. Their memory is in RAM, where there is room."""
     shm = Path("/dev/shm")
     room = shm.is_dir() and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free >= ROOM_BYTES
-    with tempfile.TemporaryDirectory(prefix="softcuda-", dir=shm if room else None) as folder:
+    base = shm if room else Path(tempfile.gettempdir())
+    sweep(base)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=base) as folder, (Path(folder) / "owner").open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
         soft = SoftCuda(library, Path(folder), **settings)
         try:
             yield soft
         finally:
             soft.close()
+
+
+def sweep(base: Path) -> None:
+    """Remove what tests left there that were killed: memory that nobody would ever free."""
+    for owner in base.glob(f"{PREFIX}*/owner"):
+        with contextlib.suppress(OSError), owner.open() as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > GRACE_S:  # younger: it may not be locked yet
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 # Runs what it is sent, and answers with the value of the last line. What came along is in `fds`; what is put into

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from softcuda import Process, SoftCuda, cards, compiled
+from softcuda import PREFIX, Process, SoftCuda, cards, compiled, sweep
 
 from sglcache.memory.cuda_driver import CudaError, LibCuda
 from sglcache.testing.daemon import until
@@ -1103,3 +1104,16 @@ def test_cards_by_other_names_are_other_cards(libcuda: Path, soft_cuda: SoftCuda
         assert theirs.cuda.free_bytes()[0] - mine.cuda.free_bytes()[0] == 2 * MIB
         with pytest.raises(CudaError, match="INVALID_VALUE"):
             theirs.cuda.import_fd(mine.cuda.export(mine.cuda.create(2 * MIB, 0) or 0))
+
+
+def test_what_killed_tests_left_is_removed(tmp_path: Path) -> None:
+    folders = {name: tmp_path / f"{PREFIX}{name}" for name in ("runs", "left", "young")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "owner").touch()
+    for name in ("runs", "left"):
+        os.utime(folders[name] / "owner", (0, 0))
+    with (folders["runs"] / "owner").open() as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        sweep(tmp_path)
+    assert [name for name, folder in folders.items() if folder.exists()] == ["runs", "young"]
