@@ -31,6 +31,14 @@ class Bytes(Protocol):
     num_bytes: int
 
     @property
+    def device(self) -> int | None:
+        """The card's number in this process; None: shared memory."""
+        ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
     def buffer(self) -> Array:
         """uint8 [num_bytes]. ConfigError: this process's CPU can't see it."""
         ...
@@ -44,10 +52,16 @@ class Bytes(Protocol):
 class SharedBytes:
     """Of a memfd."""
 
+    device = None
+
     def __init__(self, fd: int, num_bytes: int) -> None:
         """ProtocolError: the memfd is not as it should be."""
         self.num_bytes = num_bytes
         self.buffer: Array = np.frombuffer(memoryview(map_shared(fd, num_bytes)), dtype=np.uint8)
+
+    @property
+    def address(self) -> int:
+        return int(self.buffer.ctypes.data)
 
     @property
     def flat(self) -> Tensor:
@@ -74,7 +88,8 @@ class Views:
         self.shard = shard
         self._pid = os.getpid()
         self._shape = (form.num_pages, form.page_bytes)
-        self._placement = form.placement()
+        self.placement = form.placement()
+        """Where the pages' pieces lie in the pool."""
         if isinstance(memory, int):
             memory = SharedBytes(memory, form.pool_bytes)
         if memory.num_bytes < form.pool_bytes:
@@ -84,18 +99,28 @@ class Views:
     @property
     def array(self) -> Array:
         """uint8 [num_pages, page_bytes], contiguous, as numpy's. ConfigError: not in the layout layer_first."""
-        self._placement.page()
+        self.placement.page()
         return self._open().buffer.reshape(self._shape)
 
     @property
     def pages(self) -> Tensor:
         """uint8 [num_pages, page_bytes], contiguous. ConfigError: not in the layout layer_first."""
-        self._placement.page()
+        self.placement.page()
         memory = self._open()
         with extras():
             import torch
         with torch.inference_mode(False):
             return memory.flat[: math.prod(self._shape)].view(self._shape)
+
+    @property
+    def device(self) -> int | None:
+        """The number, in this process, of the card that the pool is on; None: it is shared memory."""
+        return self._open().device
+
+    @property
+    def address(self) -> int:
+        """Where the pool begins in this process, for kernels and copies that are given addresses."""
+        return self._open().address
 
     def close(self) -> None:
         """Let go of the mapping, which goes with the last tensor or array made from it: those you kept stay good.
@@ -135,7 +160,7 @@ class KVViews(Views):
                 )
                 for plane, region in zip(geometry.planes, regions, strict=True)
             )
-            for regions in self._placement.layers
+            for regions in self.placement.layers
         )
 
     @property
@@ -182,7 +207,7 @@ class KVViews(Views):
                             (regions[number].page_stride // item, plane.heads * plane.dim, plane.dim, 1),
                             regions[number].offset // item,
                         )
-                        for regions in self._placement.layers
+                        for regions in self.placement.layers
                     )
                     for number, plane in enumerate(planes)
                 )
@@ -207,7 +232,7 @@ class StateViews(Views):
                 np.ndarray((geometry.num_pages, size), np.uint8, buffer, region.offset, (region.page_stride, 1))
                 for size, region in zip(sizes, regions, strict=True)
             )
-            for regions in self._placement.layers
+            for regions in self.placement.layers
         )
 
     @property
@@ -223,7 +248,7 @@ class StateViews(Views):
                     dtype, shape = getattr(torch, state.dtype), geometry.shard_shape(state)
                     flat = memory.flat.view(dtype)
                     inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-                    regions = [each[number] for each in self._placement.layers]
+                    regions = [each[number] for each in self.placement.layers]
                     found[state.name] = tuple(
                         flat.as_strided(
                             (geometry.num_pages, *shape),

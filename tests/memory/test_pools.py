@@ -111,6 +111,7 @@ def test_views_are_the_pages_bytes_in_the_stated_order(geometry: Geometry, dtype
     expected = torch.tensor([[1, 11], [2, 12], [3, 13]], dtype=tensor.dtype).view(1, 3, 2, 1, 1, 1)
     assert torch.equal(pages, expected.expand_as(pages))  # so K and V of all layers cover every byte
     assert torch.equal(views.pages, pools.shards[1].pages)
+    assert (views.device, views.address) == (None, views.array.ctypes.data)
     assert not pools.shards[0].pages.any()
     pools.close()
 
