@@ -31,6 +31,9 @@ policy_option = click.option(
     "--policy", type=click.Choice(POLICIES), default="lru", show_default=True, help="Which pages are evicted first."
 )
 positive = click.IntRange(min=1)
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the device pools are."
+)
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -381,12 +384,15 @@ def _stall_by_fault(names: tuple[str, ...], as_json: bool) -> int:
 @click.option("--lease-tokens", type=positive, default=2048, show_default=True)
 @page_size_option
 @events_option
+@device_option
 @json_option
-def death(samples: int, leases: int, lease_tokens: int, page_size: int, events: bool, as_json: bool) -> int:
+def death(
+    samples: int, leases: int, lease_tokens: int, page_size: int, events: bool, device: str, as_json: bool
+) -> int:
     """From kill -9 of a runner that holds leases until all its pages are free again."""
     from sglcache.bench import death as benchmark
 
-    row = benchmark.run(benchmark.Options(samples, leases, lease_tokens, page_size, events))
+    row = benchmark.run(benchmark.Options(samples, leases, lease_tokens, page_size, events, device))
     if as_json:
         return _show("death", row, as_json)
     click.echo(f"{'ms':<22}{'p50':>9}{'p99':>9}{'max':>9}")
@@ -403,16 +409,21 @@ def death(samples: int, leases: int, lease_tokens: int, page_size: int, events: 
 
 
 @bench.command(examples=("sglcache bench restart --gib 0.5", "sglcache bench restart --json"), exits={})
-@click.option("--gib", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Of the host tier.")
+@click.option("--gib", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="Of the host tier.")
 @click.option("--page-size", type=positive, default=64, show_default=True)
 @click.option("--token-kib", type=positive, default=32, show_default=True, help="Of KV of a token, all layers.")
 @click.option("--repeats", type=positive, default=5, show_default=True)
+@click.option("--beside-empty/--alone", default=True, show_default=True, help="And of a rank whose host tier is empty.")
+@device_option
 @json_option
-def restart(gib: float, page_size: int, token_kib: int, repeats: int, as_json: bool) -> int:
+def restart(
+    gib: float, page_size: int, token_kib: int, repeats: int, beside_empty: bool, device: str, as_json: bool
+) -> int:
     """From kill -9 of a rank until its next life gives a hit from the host tier, its bytes looked at."""
     from sglcache.bench import restart as benchmark
 
-    return _show("restart", benchmark.run(benchmark.Options(gib, page_size, token_kib, repeats)), as_json)
+    options = benchmark.Options(gib, page_size, token_kib, repeats, device, beside_empty)
+    return _show("restart", benchmark.run(options), as_json)
 
 
 @bench.command(examples=("sglcache bench journal --pairs 3", "sglcache bench journal --json"), exits={})
@@ -548,6 +559,7 @@ def storage(
 @layout_option("--host-layout", "The host pool's.")
 @click.option("--threads", type=positive, help="That copy, for each direction.  [default: as a rank has]")
 @click.option("--pairs", type=positive, default=7, show_default=True, help="Copies of each, in turn.")
+@device_option
 @json_option
 def copy(
     sizes: tuple[int, ...],
@@ -559,13 +571,14 @@ def copy(
     host_layout: str,
     threads: int | None,
     pairs: int,
+    device: str,
     as_json: bool,
 ) -> int:
-    """The copy engine between two tiers, against plain memcpys of as many bytes in as many threads."""
+    """The copy engine between two tiers, against plain memcpys of as many bytes: in as many threads, or a card's."""
     from sglcache.bench import copy as benchmark
 
     options = benchmark.Options(
-        sizes or (64, 256), page_size, layers, kv_heads, head_dim, layout, host_layout, threads or 0, pairs
+        sizes or (64, 256), page_size, layers, kv_heads, head_dim, layout, host_layout, threads or 0, pairs, device
     )
     return _show("copy", benchmark.run(options), as_json)
 

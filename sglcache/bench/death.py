@@ -26,6 +26,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglcache.bench.daemon import Daemon
+from sglcache.bench.hand import CardReach, Hand, on_device
 from sglcache.bench.harness import BenchError, Row, Summary
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 10.0
 PAUSE_S = 0.002
+BUSY_S = 5.0  # that a killed runner's kernel would have gone on
 FIELDS = ("dead_ms", "heard_ms", "freed_ms", "total_ms")
 
 
@@ -44,6 +46,7 @@ class Options(NamedTuple):
     lease_tokens: int = 2048
     page_size: int = 16
     events: bool = True
+    device: str = "cpu"  # or cuda
 
 
 def run(options: Options) -> Row:
@@ -55,6 +58,7 @@ def run(options: Options) -> Row:
         f"pool.page_size={options.page_size}",
         f"pool.num_tokens={2 * pages * options.page_size}",
         f"events.enabled={str(options.events).lower()}",
+        *on_device(options.device),
     ]
     samples: dict[str, list[float]] = {name: [] for name in FIELDS}
     with Daemon(overrides) as daemon:
@@ -83,6 +87,7 @@ def run(options: Options) -> Row:
         "pages": pages,
         "page_size": options.page_size,
         "events": options.events,
+        "device": options.device,
         **{name: Summary.of(values)._asdict() for name, values in samples.items()},
     }
 
@@ -136,17 +141,18 @@ def _nursery(socket: Path, options: Options) -> Iterator[tuple[IO[str], IO[str]]
 
 def _raise_runners(socket: str, leases: int, lease_tokens: int) -> None:
     """For each line a runner, forked before it attaches."""
-    from sglcache.client import Client
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     for number, _ in enumerate(sys.stdin, 1):
         if os.fork():
             continue
-        client = Client(socket, name="bench death")
+        hand = Hand(socket, name="bench death")
         for i in range(leases):
             first = (number * leases + i) * lease_tokens
-            lease = client.acquire(np.arange(first, first + lease_tokens, dtype=np.uint32))
-            client.pool.array[lease.slots] = 1
+            lease = hand.client.acquire(np.arange(first, first + lease_tokens, dtype=np.uint32))
+            hand.fill(lease.slots, number)
+        hand.reach.finish()
+        if isinstance(hand.reach, CardReach):
+            hand.reach.card.spin(BUSY_S, hand.reach.stream)
         print(os.getpid(), flush=True)
         signal.pause()
 

@@ -7,6 +7,7 @@ largest ratio of any pair is the spread.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -80,6 +81,15 @@ class Comparison(NamedTuple):
         return Comparison(a, b, b / a, min(pairs), max(pairs), (min(ours), max(ours)), (min(other), max(other)))
 
 
+def rounds(calls: Sequence[Callable[[], A]], count: int) -> list[list[A]]:
+    """A B C A B C …: as `in_turn`, for any number of them; what each gave."""
+    given: list[list[A]] = [[] for _ in calls]
+    for _ in range(count):
+        for call, its in zip(calls, given, strict=True):
+            its.append(call())
+    return given
+
+
 def in_turn(first: Callable[[], A], second: Callable[[], B], pairs: int) -> tuple[list[A], list[B]]:
     """A B A B …: a machine that slows down slows both down."""
     a: list[A] = []
@@ -117,7 +127,8 @@ def run_json(command: str | Sequence[str], timeout_s: float = 1800.0, env: Mappi
     except OSError as exc:
         raise BenchError(f"`{shown}` can't be run: {exc.strerror or exc}") from exc
     if done.returncode:
-        raise BenchError(f"`{shown}` exited {done.returncode}: {done.stderr[-2000:].strip()}", rc=done.returncode)
+        said = done.stderr[-2000:].strip()
+        raise BenchError(f"`{shown}` exited {done.returncode}: {said}", rc=done.returncode, stderr=said)
     lines = done.stdout.strip().splitlines()
     try:
         row = json.loads(lines[-1])
@@ -126,6 +137,17 @@ def run_json(command: str | Sequence[str], timeout_s: float = 1800.0, env: Mappi
     if not isinstance(row, dict):
         raise BenchError(f"`{shown}` printed no JSON object on its last line: {done.stdout[-500:]!r}")
     return row
+
+
+def run_ours(command: Sequence[str], timeout_s: float = 1800.0, env: Mapping[str, str] | None = None) -> Row:
+    """As `run_json`, of a command of ours with --json: the error that it tells of is raised here."""
+    try:
+        return run_json(command, timeout_s, env)
+    except BenchError as exc:
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            told = json.loads(str(exc.facts["stderr"]).strip().splitlines()[-1])["error"]
+            raise SglcacheError.from_code(told["code"], told["message"], told["facts"]) from None
+        raise
 
 
 def facts() -> Row:

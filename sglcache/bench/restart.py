@@ -17,12 +17,13 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sglcache.bench.daemon import Daemon
+from sglcache.bench.hand import Hand, on_device
 from sglcache.bench.harness import BenchError, Comparison, Row, in_turn
 from sglcache.core.effects import Copy, Journal
 from sglcache.core.index import Index, IndexConfig
@@ -30,10 +31,8 @@ from sglcache.memory import journal
 from sglcache.memory.journal_form import Shape
 from sglcache.memory.mapping import create_memfd, map_shared
 
-if TYPE_CHECKING:
-    from sglcache.client import Client
-
-WAIT_S = 120.0
+WAIT_S = 300.0
+PAUSE_S = 0.001
 LAYERS, HEADS = 16, 8
 PROMPT_PAGES = 32
 
@@ -45,6 +44,8 @@ class Options(NamedTuple):
     page_size: int = 64
     token_kib: int = 32
     repeats: int = 5
+    device: str = "cpu"  # or cuda
+    beside_empty: bool = True
 
 
 class JournalOptions(NamedTuple):
@@ -59,16 +60,17 @@ class JournalOptions(NamedTuple):
 def run(options: Options) -> Row:
     """Medians over the repeats. BenchError: a next life did not serve, or not what it should."""
     filled = _restarts(options, fill=True)
-    empty = _restarts(options, fill=False)
+    empty = _restarts(options, fill=False) if options.beside_empty else []
     page_bytes = options.page_size * options.token_kib << 10
     return {
         "gib": options.gib,
         "pages": int(options.gib * (1 << 30)) // page_bytes,
         "page_mib": page_bytes / (1 << 20),
         "repeats": options.repeats,
+        "device": options.device,
         **{f"{name}_s": statistics.median(each[name] for each in filled) for name in filled[0]},
         "first_hit_s_most": max(each["first_hit"] for each in filled),
-        "empty_serving_s": statistics.median(each["serving"] for each in empty),
+        **({"empty_serving_s": statistics.median(each["serving"] for each in empty)} if empty else {}),
     }
 
 
@@ -85,7 +87,8 @@ def _restarts(options: Options, fill: bool) -> list[dict[str, float]]:
         "host.num_tokens": num_pages * options.page_size,
     }
     found = []
-    with Daemon([f"{key}={value}" for key, value in settings.items()]) as daemon:
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    with Daemon([*overrides, *on_device(options.device)]) as daemon:
         daemon.wait_healthy()
         if fill:
             _fill(daemon, prompts)
@@ -93,34 +96,39 @@ def _restarts(options: Options, fill: bool) -> list[dict[str, float]]:
             pid = _rank_pid(daemon)
             killed = time.perf_counter()
             os.kill(pid, signal.SIGKILL)
-            with _attach(daemon, pid) as client:
+            with _attach(daemon, pid) as hand:
                 serving = time.perf_counter() - killed
                 times = {"serving": serving}
                 if fill:
                     number = turn % len(prompts)
-                    with client.acquire(prompts[number]) as lease:
+                    with hand.client.acquire(prompts[number]) as lease:
                         if lease.matched_tokens != tokens_of_prompt:
                             raise BenchError(f"{lease.matched_tokens} of {tokens_of_prompt} tokens came back")
                         lease.wait_loaded()
                         times["first_hit"] = time.perf_counter() - killed
-                        if not (client.pool.array[lease.slots] == number % 251 + 1).all():
-                            raise BenchError("what came back is not what was written")
+                        hand.check(lease.slots, number, "what came back")
             found.append(times)
     return found
 
 
 def _fill(daemon: Daemon, prompts: list[np.ndarray[Any, Any]]) -> None:
-    from sglcache.client import Client
-
-    with Client(daemon.socket) as client:
+    with Hand(daemon.socket) as hand:
+        client = hand.client
+        # A card's host tier grows as its memory is pinned.
+        _until(lambda: all(it["ready_bytes"] >= it["bytes"] for it in client.status()["memory"].values()), "there")
         for number, prompt in enumerate(prompts):
             with client.acquire(prompt) as lease:
-                client.pool.array[lease.slots] = number % 251 + 1
+                hand.fill(lease.slots, number)
                 lease.commit()
-            deadline = time.monotonic() + WAIT_S
-            while client.status()["gauges"]["num_copies"]:
-                if time.monotonic() > deadline:
-                    raise BenchError(f"a prompt was not on the host after {WAIT_S:.0f} s")
+            _until(lambda: not client.status()["gauges"]["num_copies"], "filled")
+
+
+def _until(true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        if time.monotonic() > deadline:
+            raise BenchError(f"the host tier was not {what} after {WAIT_S:.0f} s")
+        time.sleep(PAUSE_S)
 
 
 def _rank_pid(daemon: Daemon) -> int:
@@ -131,22 +139,21 @@ def _rank_pid(daemon: Daemon) -> int:
 
 
 @contextlib.contextmanager
-def _attach(daemon: Daemon, before: int) -> Iterator[Client]:
+def _attach(daemon: Daemon, before: int) -> Iterator[Hand]:
     """A client of the next life, as soon as there is one."""
-    from sglcache.client import Client
     from sglcache.errors import Unavailable
 
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
-            client = Client(daemon.socket, name="bench restart")
+            hand = Hand(daemon.socket, name="bench restart")
             break
         except Unavailable:
             if time.monotonic() > deadline:
                 raise BenchError(f"no rank serves {WAIT_S:.0f} s after the death of pid {before}") from None
-            time.sleep(0.001)
-    with client:
-        yield client
+            time.sleep(PAUSE_S)
+    with hand:
+        yield hand
 
 
 def run_journal(options: JournalOptions) -> Row:

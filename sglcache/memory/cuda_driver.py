@@ -107,6 +107,11 @@ class LibCuda:
         self._lock = threading.Lock()
         self.call("cuInit", ctypes.c_uint(0))
 
+    @property
+    def batched_by(self) -> str | None:
+        """The driver's call that copies many ranges at once; None: it has none, and they go one by one."""
+        return self._batch
+
     def use(self, device: int) -> None:
         """Have the calling thread speak of this device, from now on."""
         self.call("cuCtxSetCurrent", self._context(device))

@@ -384,14 +384,17 @@ def test_copy_moves_what_it_times_in_every_shape_and_direction() -> None:
         copy.measure(options._replace(sizes_mib=(1,), page_size=4096))
 
 
-def test_copy_names_pages_once_in_every_shape() -> None:
+def test_copy_names_pages_once_in_every_shape_and_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_ = copy.Bench(copy.Options((1,), num_layers=4, num_kv_heads=2, head_dim=64))
     for shape in copy.SHAPES:
         slots = bench_.slots(30, shape)
         assert len(set(slots.tolist())) == 30
         assert 0 <= slots.min() <= slots.max() < bench_.geometry.num_pages
-    assert bench_.backup(30, "scattered") > 0
-    assert (bench_.host.shards[0].pages[bench_.slots(30, "scattered").tolist()] == 3).all()
+        assert bench_.prove(30, shape) == 4 * 30
+    # An engine that says it is done, and has moved nothing.
+    monkeypatch.setattr(bench_.engine, "submit", lambda transfer: bench_._done.put((transfer.ticket, True, None)))
+    with pytest.raises(BenchError, match="is not what was copied"):
+        bench_.prove(30, "scattered")
     bench_.close()
 
 
