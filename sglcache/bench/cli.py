@@ -384,15 +384,28 @@ def _stall_by_fault(names: tuple[str, ...], as_json: bool) -> int:
 @click.option("--lease-tokens", type=positive, default=2048, show_default=True)
 @page_size_option
 @events_option
+@click.option(
+    "--pool-gib",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Of pages of Llama-3.1-8B, without a host tier.  [default: what two runners hold, of small pages]",
+)
 @device_option
 @json_option
 def death(
-    samples: int, leases: int, lease_tokens: int, page_size: int, events: bool, device: str, as_json: bool
+    samples: int,
+    leases: int,
+    lease_tokens: int,
+    page_size: int,
+    events: bool,
+    pool_gib: float,
+    device: str,
+    as_json: bool,
 ) -> int:
     """From kill -9 of a runner that holds leases until all its pages are free again."""
     from sglcache.bench import death as benchmark
 
-    row = benchmark.run(benchmark.Options(samples, leases, lease_tokens, page_size, events, device))
+    row = benchmark.run(benchmark.Options(samples, leases, lease_tokens, page_size, events, device, pool_gib))
     if as_json:
         return _show("death", row, as_json)
     click.echo(f"{'ms':<22}{'p50':>9}{'p99':>9}{'max':>9}")
@@ -581,6 +594,70 @@ def copy(
         sizes or (64, 256), page_size, layers, kv_heads, head_dim, layout, host_layout, threads or 0, pairs, device
     )
     return _show("copy", benchmark.run(options), as_json)
+
+
+CARDS = ("copies", "decoding", "tokens", "polls", "runners", "ranks")
+
+
+@bench.command(
+    examples=("sglcache bench cards --markdown figures.md", "sglcache bench cards --only copies --size 64 --json"),
+    exits={EXIT_FAILED: "something could not be measured, or bytes were wrong"},
+)
+@click.option("--only", type=click.Choice(CARDS), multiple=True, help="A section; may be repeated.")
+@click.option("--quick", is_flag=True, help="Little of each: whether all of it runs.")
+@click.option(
+    "--size", "sizes", type=positive, multiple=True, help="MiB that are copied; may be repeated.  [default: 64 to 4096]"
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(32, 32_768),
+    multiple=True,
+    help="For first tokens; may be repeated.  [default: 2048, 16384]",
+)
+@click.option("--prefill-rate", type=positive, help="Tokens a second that are computed of them.  [default: 20000]")
+@click.option(
+    "--rank-gib",
+    type=click.FloatRange(min=0.01),
+    multiple=True,
+    help="Host tiers whose rank is killed, where they fit; may be repeated.  [default: 1, 8, 64]",
+)
+@click.option("--pairs", type=positive, help="Measurements of each, in turn.  [default: 5]")
+@click.option("--limit-s", type=positive, help="What would take longer is left out.  [default: 460]")
+@click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Written anew after each section.")
+@json_option
+def cards(
+    only: tuple[str, ...],
+    quick: bool,
+    sizes: tuple[int, ...],
+    prompt_tokens: tuple[int, ...],
+    prefill_rate: int | None,
+    rank_gib: tuple[float, ...],
+    pairs: int | None,
+    limit_s: int | None,
+    markdown: Path | None,
+    as_json: bool,
+) -> int:
+    """What a card makes of it: copies, a runner beside them, first tokens, deaths, polls. Less than eight minutes.
+
+    On the first card that this process sees (CUDA_VISIBLE_DEVICES), with nothing else on it.
+    """
+    from dataclasses import replace
+
+    from sglcache.bench import cards as benchmark
+    from sglcache.bench import cards_show
+
+    said: dict[str, Any] = {
+        "only": only,
+        "sizes_mib": tuple(sorted(set(sizes))),
+        "prompts": prompt_tokens,
+        "prefill_rate": float(prefill_rate or 0),
+        "rank_gib": rank_gib,
+        "pairs": pairs,
+        "limit_s": float(limit_s or 0),
+    }
+    base = benchmark.QUICK if quick else benchmark.Options()
+    options = replace(base, **{key: value for key, value in said.items() if value})
+    return cards_show.show(options, markdown, as_json)
 
 
 @bench.command(examples=("sglcache bench tiers --pairs 3", "sglcache bench tiers --json"), exits={})

@@ -361,6 +361,7 @@ def measure(options: Options) -> Row:
             "first_layer": [_first_layer(bench, count) for count in bench.sizes],
         }
         row["half"] = _half(bench, max(bench.sizes))
+        row["one_page"] = _one_page(bench)
         return row
 
 
@@ -405,6 +406,16 @@ def _first_layer(bench: Bench, count: int) -> Row:
     first, last = (statistics.median(each) for each in zip(*layers, strict=True))
     memcpy = statistics.median(memcpys)
     return {"mib": num_bytes >> 20, "first_ms": first * 1e3, "last_ms": last * 1e3, "memcpy_ms": memcpy * 1e3}
+
+
+def _one_page(bench: Bench) -> Row:
+    """µs: what a copy takes however small it is."""
+    found: Row = {}
+    for name, copy in ((BACKUP, bench.backup), (LOAD, bench.load)):
+        plain = next(iter(bench.plain(bench.page_bytes, name).values()))
+        comparison = Comparison.of(*in_turn(partial(copy, 1, "dense"), plain, 2 * SMALL_REPEATS))
+        found[name] = {"us": comparison.ours * 1e6, "memcpy_us": comparison.other * 1e6}
+    return found
 
 
 def _half(bench: Bench, most: int) -> Row:

@@ -33,7 +33,9 @@ def free_port() -> int:
 class Daemon:
     """Runs from construction to `close`; `started` is the clock when it was launched."""
 
-    def __init__(self, overrides: Sequence[str] = ()) -> None:
+    def __init__(self, overrides: Sequence[str] = (), stop_s: float = STOP_S) -> None:
+        """`stop_s`: that it may take to stop: a large host tier that is pinned for a card is not let go of at once."""
+        self._stop_s = stop_s
         self.folder = Path(tempfile.mkdtemp(prefix="sglcache-bench-"))
         self.socket = self.folder / "control.sock"
         self.port = free_port()
@@ -73,11 +75,11 @@ class Daemon:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
             try:
-                code = self.process.wait(STOP_S)
+                code = self.process.wait(self._stop_s)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-                raise BenchError(f"the daemon did not stop within {STOP_S:.0f} s: {self._words()}") from None
+                raise BenchError(f"the daemon did not stop within {self._stop_s:.0f} s: {self._words()}") from None
             if code:
                 raise BenchError(f"the daemon ended with {code}: {self._words()}")
         finally:

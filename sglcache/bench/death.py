@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 WAIT_S = 10.0
 PAUSE_S = 0.002
 BUSY_S = 5.0  # that a killed runner's kernel would have gone on
+LLAMA = ("pool.num_layers=32", "pool.num_kv_heads=8", "pool.head_dim=128", "pool.dtype=bfloat16")
 FIELDS = ("dead_ms", "heard_ms", "freed_ms", "total_ms")
 
 
@@ -47,6 +48,7 @@ class Options(NamedTuple):
     page_size: int = 16
     events: bool = True
     device: str = "cpu"  # or cuda
+    pool_gib: float = 0.0  # of pages of Llama-3.1-8B; 0: small pages, twice what a runner holds, and a host tier
 
 
 def run(options: Options) -> Row:
@@ -56,7 +58,7 @@ def run(options: Options) -> Row:
     pages = options.leases * -(-options.lease_tokens // options.page_size)
     overrides = [
         f"pool.page_size={options.page_size}",
-        f"pool.num_tokens={2 * pages * options.page_size}",
+        *_pool(options, pages),
         f"events.enabled={str(options.events).lower()}",
         *on_device(options.device),
     ]
@@ -88,8 +90,16 @@ def run(options: Options) -> Row:
         "page_size": options.page_size,
         "events": options.events,
         "device": options.device,
+        "pool_gib": options.pool_gib,
         **{name: Summary.of(values)._asdict() for name, values in samples.items()},
     }
+
+
+def _pool(options: Options, pages: int) -> list[str]:
+    if not options.pool_gib:
+        return [f"pool.num_tokens={2 * pages * options.page_size}"]
+    size = int(options.pool_gib * (1 << 30))
+    return [*LLAMA, f"pool.size={size} B", "host.num_tokens=0"]
 
 
 def _free(observer: Client) -> int:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sglcache.bench.daemon import Daemon
+from sglcache.bench.daemon import STOP_S, Daemon
 from sglcache.bench.hand import Hand, on_device
 from sglcache.bench.harness import BenchError, Comparison, Row, in_turn
 from sglcache.core.effects import Copy, Journal
@@ -88,7 +88,7 @@ def _restarts(options: Options, fill: bool) -> list[dict[str, float]]:
     }
     found = []
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    with Daemon([*overrides, *on_device(options.device)]) as daemon:
+    with Daemon([*overrides, *on_device(options.device)], STOP_S + options.gib) as daemon:
         daemon.wait_healthy()
         if fill:
             _fill(daemon, prompts)
