@@ -63,6 +63,7 @@ SLOWER_GOAL = 0.05
 WAYS = {"to the host": (BACKUP,), "to the device": (LOAD,), "both at once": (BACKUP, LOAD)}
 SPARE = 1.15  # of a host tier's bytes, what the machine is to have
 CARD_S = 60.0  # that it may take to say what it is
+STOP_S = 60.0  # that a daemon may take to let go of its pinned host tier
 WHOLE_S = 300.0  # a run with less than that is a look
 RANK_S, RANK_S_PER_GIB = 20.0, 2.0  # that a rank's deaths take
 PAGE_SIZE = 16
@@ -188,13 +189,16 @@ class Run:
 
     def measured(self, section: Section) -> Result:
         """Its processes are gone afterwards; one that takes far too long is ended."""
-        with staged(0, min(self.left_s, 30 + 2.5 * section.seconds)) as self._stage:
-            try:
-                return section.measure(self)
-            except (Unanswered, SglcacheError):
-                with contextlib.suppress(BenchError):
-                    self.close()  # the next section has a daemon that nothing went wrong with
-                raise
+        stage = self._stage = Stage(0, min(self.left_s, 30 + 2.5 * section.seconds))
+        try:
+            return section.measure(self)
+        except (Unanswered, SglcacheError):
+            with contextlib.suppress(BenchError):
+                self.close()  # the next section has a daemon that nothing went wrong with
+            raise
+        finally:
+            stage.end()
+            self.left_out += [f"the end of the process {name!r}: kill -9 did not end it" for name in stage.left_behind]
 
     @property
     def daemon(self) -> Daemon:
@@ -211,7 +215,7 @@ class Run:
                 "host.num_tokens": options.host_tokens,
             }
             words = [*(f"{key}={value}" for key, value in settings.items()), *on_device("cuda")]
-            self._daemon = self._undo.enter_context(Daemon(words))
+            self._daemon = self._undo.enter_context(Daemon(words, STOP_S))
             self._daemon.wait_healthy()
             with self.client("observer") as observer:
                 memory = observer.status
@@ -259,10 +263,13 @@ class Run:
 def run(options: Options, tell: Callable[[str], None], keep: Callable[[Report], None]) -> Report:
     """Measure. `tell` hears what is begun; `keep` has what there is after each section.
 
-    ConfigError: there is no card, or no driver.
+    ConfigError: there is no card, or no driver. BenchError: it does not answer.
     """
     with staged(0, CARD_S) as stage:
-        card = stage.actor("card").ask(describe)
+        try:
+            card = stage.actor("card").ask(describe)
+        except Unanswered as exc:
+            raise BenchError(f"the card could not be asked what it is: {exc}") from None
     if "error" in card:
         raise ConfigError(f"{card['error']}; nvidia-smi says what cards there are")
     report = Report(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), card, options, facts())
@@ -537,6 +544,7 @@ def _runners(run: Run) -> Result:
 
 
 def _ranks(run: Run) -> Result:
+    run.close()  # its host tier is not needed any more, and these are large
     options = run.options
     raw: Row = {}
     rows: list[tuple[str, ...]] = []

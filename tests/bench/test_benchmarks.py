@@ -384,6 +384,13 @@ def test_copy_moves_what_it_times_in_every_shape_and_direction() -> None:
         copy.measure(options._replace(sizes_mib=(1,), page_size=4096))
 
 
+def test_a_plain_copy_does_not_reach_over_what_was_pinned_as_one() -> None:
+    assert copy.pieces(10, 100, 0) == [(10, 100)]
+    assert copy.pieces(0, 100, 40) == [(0, 40), (40, 40), (80, 20)]
+    assert copy.pieces(100, 100, 40) == [(100, 20), (120, 40), (160, 40)]
+    assert copy.pieces(80, 40, 40) == [(80, 40)]
+
+
 def test_copy_names_pages_once_in_every_shape_and_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
     bench_ = copy.Bench(copy.Options((1,), num_layers=4, num_kv_heads=2, head_dim=64))
     for shape in copy.SHAPES:

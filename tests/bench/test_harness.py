@@ -11,6 +11,7 @@ import pytest
 
 from sglcache.bench import harness
 from sglcache.bench.harness import BenchError, Comparison, Summary
+from sglcache.errors import ConfigError
 
 
 def python(program: str) -> list[str]:
@@ -77,6 +78,21 @@ def test_run_json_takes_the_last_line() -> None:
 def test_run_json_says_what_went_wrong(program: str, words: str) -> None:
     with pytest.raises(BenchError, match=words):
         harness.run_json(python(program), timeout_s=0.2 if "sleep" in program else 60.0)
+
+
+def test_an_error_that_a_command_of_ours_tells_is_raised_here() -> None:
+    told = 'import sys; print(\'{"error": {"code": "config", "message": "m", "facts": {}}}\', file=sys.stderr)'
+    with pytest.raises(ConfigError, match=r"^m$"):
+        harness.run_ours(python(f"{told}; sys.exit(2)"))
+    with pytest.raises(BenchError, match="exited 1: why"):
+        harness.run_ours(python("import sys; sys.exit('why')"))
+
+
+def test_rounds_take_turns() -> None:
+    calls: list[str] = []
+    given = harness.rounds([lambda name=name: calls.append(name) or len(calls) for name in "abc"], 2)
+    assert "".join(calls) == "abcabc"
+    assert given == [[1, 4], [2, 5], [3, 6]]
 
 
 def test_a_command_that_is_not_there() -> None:
