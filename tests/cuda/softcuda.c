@@ -90,7 +90,8 @@
 
 #ifdef WITH_CUDA_H
 #include <cuda.h>
-#undef cuEventElapsedTime /* the older name, beside the newer one */
+#undef cuEventElapsedTime /* the older names, beside the newer ones */
+#undef cuMemcpyBatchAsync
 #else
 #define LISTED(name, number, text) name = number,
 typedef enum { ERRORS(LISTED) } CUresult;
@@ -1858,32 +1859,52 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr dst, CUdeviceptr src, size_t num_bytes
     return leave(copy(dst, src, num_bytes, stream, IN_DEVICE, false));
 }
 
+/* `failed` is the copy that is at fault, if it is one alone. */
+static CUresult batch(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count, CUmemcpyAttributes *attributes,
+                      size_t *firsts, size_t num_attributes, CUstream stream, size_t *failed) {
+    if (!stream || stream == CU_STREAM_LEGACY) return CUDA_ERROR_INVALID_VALUE;
+    stream = stream_of(stream);
+    if (!stream) return CUDA_ERROR_INVALID_HANDLE;
+    if (!dsts || !srcs || !sizes || !count || !attributes || !firsts) return CUDA_ERROR_INVALID_VALUE;
+    if (!num_attributes || num_attributes > count || firsts[0]) return CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = 0; i < num_attributes; i++) {
+        int order = (int)attributes[i].srcAccessOrder;
+        if (order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+            return CUDA_ERROR_INVALID_VALUE;
+        if (attributes[i].flags > 1 || firsts[i] >= count || (i && firsts[i] <= firsts[i - 1]))
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    Operation *it = operation(COPIES, count);
+    bool wait = false;
+    for (size_t i = 0; i < count; i++) {
+        it->copies[i] = (Copy){dsts[i], srcs[i], sizes[i], NULL, NULL};
+        if (sizes[i] && check_copy(&it->copies[i], ANY_WAY, &wait)) continue;
+        free(it);
+        *failed = i;
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    enqueue(stream, it);
+    return wait ? drain(stream->context, stream) : CUDA_SUCCESS;
+}
+
 CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count,
                                CUmemcpyAttributes *attributes, size_t *firsts, size_t num_attributes, CUstream stream) {
     ENTER(CONTEXT);
-    LEAVE_IF(!stream || stream == CU_STREAM_LEGACY, CUDA_ERROR_INVALID_VALUE);
-    stream = stream_of(stream);
-    LEAVE_IF(!stream, CUDA_ERROR_INVALID_HANDLE);
-    LEAVE_IF(!dsts || !srcs || !sizes || !count, CUDA_ERROR_INVALID_VALUE);
-    LEAVE_IF(!attributes || !firsts || !num_attributes || num_attributes > count || firsts[0],
-             CUDA_ERROR_INVALID_VALUE);
-    for (size_t i = 0; i < num_attributes; i++) {
-        int order = (int)attributes[i].srcAccessOrder;
-        LEAVE_IF(order < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM || order > CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
-                 CUDA_ERROR_INVALID_VALUE);
-        LEAVE_IF(attributes[i].flags > 1 || firsts[i] >= count || (i && firsts[i] <= firsts[i - 1]),
-                 CUDA_ERROR_INVALID_VALUE);
-    }
-    Operation *it = operation(COPIES, count);
-    bool wait = false, ok = true;
-    for (size_t i = 0; i < count && ok; i++) {
-        it->copies[i] = (Copy){dsts[i], srcs[i], sizes[i], NULL, NULL};
-        ok = sizes[i] && check_copy(&it->copies[i], ANY_WAY, &wait);
-    }
-    if (!ok) free(it);
-    LEAVE_IF(!ok, CUDA_ERROR_INVALID_VALUE);
-    enqueue(stream, it);
-    return leave(wait ? drain(stream->context, stream) : CUDA_SUCCESS);
+    size_t failed;
+    return leave(batch(dsts, srcs, sizes, count, attributes, firsts, num_attributes, stream, &failed));
+}
+
+/* CUDA 12.8's. */
+CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count,
+                            CUmemcpyAttributes *attributes, size_t *firsts, size_t num_attributes, size_t *failed,
+                            CUstream stream);
+CUresult cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count,
+                            CUmemcpyAttributes *attributes, size_t *firsts, size_t num_attributes, size_t *failed,
+                            CUstream stream) {
+    ENTER(CONTEXT);
+    LEAVE_IF(!failed, CUDA_ERROR_INVALID_VALUE);
+    *failed = SIZE_MAX;
+    return leave(batch(dsts, srcs, sizes, count, attributes, firsts, num_attributes, stream, failed));
 }
 
 static CUresult set(uintptr_t address, uint64_t value, unsigned width, size_t count, CUstream stream) {

@@ -329,6 +329,41 @@ def test_a_batch_wants_a_stream_of_its_own_and_bytes(card: Card) -> None:
     assert card.batch(words(there), words(host), words(8), stream) == 0
 
 
+class Older:
+    """A driver without what came later."""
+
+    def __init__(self, library: ctypes.CDLL, *without: str) -> None:
+        self._library = library
+        self._without = without
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._without:
+            raise AttributeError(name)
+        return getattr(self._library, name)
+
+
+@pytest.mark.parametrize("without", [(), ("cuMemcpyBatchAsync_v2",), ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")])
+def test_older_drivers_copy_too(card: Card, without: tuple[str, ...]) -> None:
+    cuda, there, host, back = LibCuda(Older(card.library, *without)), card.memory(), card.pinned(5, 6), card.pinned()
+    stream = cuda.stream()
+    cuda.copy(words(there, there + 64), words(host.ctypes.data, host.ctypes.data + 8), words(8, 8), stream)
+    cuda.copy(words(back.ctypes.data, back.ctypes.data + 8), words(there + 64, there), words(8, 8), stream)
+    cuda.synchronize(stream)
+    assert back[:2].tolist() == [6, 5]
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
+        cuda.copy(words(there, 8), words(host.ctypes.data, there), words(8, 8), stream)
+
+
+def test_a_batch_says_which_copy_is_wrong(card: Card) -> None:
+    there, host, stream, failed = card.memory(), card.pinned().ctypes.data, card.stream(), ctypes.c_size_t()
+    for sizes, at in (((8, 8, 4097), 2), ((8, 0, 8), 1), ((8, 8, 8), 2**64 - 1)):
+        arrays = [words(there, there, there), words(host, host, host), words(*sizes)]
+        addresses = [ctypes.c_void_p(each.ctypes.data) for each in arrays]
+        tail = ((ctypes.c_int * 6)(1), ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1), ctypes.byref(failed))
+        card.code("cuMemcpyBatchAsync", *addresses, ctypes.c_size_t(3), *tail, ctypes.c_void_p(stream))
+        assert failed.value == at
+
+
 def test_a_copy_of_pageable_memory_is_over_when_its_call_is(card: Card, soft_cuda: SoftCuda) -> None:
     there, stream, host = card.memory(), card.stream(), np.arange(8, dtype=np.uint64)
     with soft_cuda.hold_copies(), calling(card.copy, there, host.ctypes.data, 64, stream) as answers:
