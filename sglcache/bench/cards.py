@@ -41,6 +41,7 @@ from sglcache.bench.cards_tasks import (
     plain_load,
     prepare_feed,
     run_feed,
+    spoil,
 )
 from sglcache.bench.copy import BACKUP, LOAD
 from sglcache.bench.daemon import Daemon
@@ -450,6 +451,7 @@ def _tokens(run: Run) -> Result:
                 for source, its in times.items():
                     if source == L2:
                         admin.clear("device")
+                        runner.ask(spoil)
                     its.append(
                         runner.ask(first_token, ASKED + 1000 * prompts + turn, tokens, source, options.prefill_rate)
                     )

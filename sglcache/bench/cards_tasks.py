@@ -91,6 +91,11 @@ def detach(here: Here) -> None:
     here.kept.pop("hand").close()
 
 
+def spoil(here: Here) -> None:
+    """After the device was cleared."""
+    here.kept["hand"].spoil()
+
+
 def first_token(here: Here, number: int, tokens: int, source: str, rate: float) -> dict[str, float]:
     """ms from the acquire: to its answer, until the first layer of what is cached can be read by the stream, until
     all of it can, and until all of the prompt is computed.

@@ -114,6 +114,13 @@ class Hand:
             begin = self._begin(prompt) + (first + at) * size
             self.reach.count(address + int(slots[at]) * size * WORD, (stop - at) * size, begin)
 
+    def spoil(self) -> None:
+        """Write over every page of the pool, of which nobody holds any: else what comes back to a page that had it
+        before seems right even if nothing came."""
+        pool = self.client.pool
+        self.reach.count(pool.address, pool.placement.num_bytes // WORD, 0)
+        self.reach.finish()
+
     def check(self, slots: Slots, prompt: int, what: str, most: int = SAMPLE) -> int:
         """How many of a prompt's pages were looked at. BenchError: one is not what `fill` wrote."""
         size, pool = self.page_words, self.client.pool

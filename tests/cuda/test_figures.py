@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from softcuda import SoftCuda
+from softcuda import FLAGS, SOURCE, SoftCuda, cards
 
-from sglcache.bench import cards
+from sglcache.bench.cards import SECTIONS
 from sglcache.bench.hand import Hand, SharedReach, page_of, write_page
 from sglcache.bench.harness import BenchError
 from sglcache.memory.geometry import Placement
@@ -31,7 +31,7 @@ def test_every_figure_is_taken_on_a_card_and_every_byte_is_right(soft_cuda: Soft
     done = bench("cards", "--quick", "--json", "--markdown", str(page), **soft_cuda.environment)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
-    assert (row["failed"], list(row["sections"])) == ([], list(cards.SECTIONS))
+    assert (row["failed"], list(row["sections"])) == ([], list(SECTIONS))
     assert row["card"]["name"] == "softcuda card 0"
     copies = row["sections"]["copies"]
     for page_size in (16, 64):
@@ -77,15 +77,23 @@ def test_without_a_card_it_says_so(soft_cuda: SoftCuda, tmp_path: Path) -> None:
     assert "no card for this process: cuInit: CUDA_ERROR_NO_DEVICE (100)" in hidden.stderr
 
 
-def test_what_goes_wrong_is_told_and_the_other_sections_go_on(soft_cuda: SoftCuda) -> None:
-    env = {**soft_cuda.environment, "SOFTCUDA_MEMORY": str(24 << 20)}
-    words = ("--only", "copies", "--only", "tokens", "--size", "16", "--json")
-    done = bench("cards", "--quick", *words, **env)
+def test_wrong_bytes_are_told_and_the_other_sections_go_on(tmp_path: Path) -> None:
+    """The second half of each range of a batch is not copied."""
+    whole, half = (f"(Copy){{dsts[i], srcs[i], sizes[i]{part}, NULL, NULL}}" for part in ("", " / 2"))
+    text = SOURCE.read_text()
+    assert text.count(whole) == 1
+    source = tmp_path / "broken.c"
+    source.write_text(text.replace(whole, half))
+    subprocess.run(["cc", *FLAGS, str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    words = [word for section in ("copies", "tokens", "polls") for word in ("--only", section)]
+    with cards(tmp_path / "libcuda.so.1") as soft:
+        done = bench("cards", "--quick", *words, "--json", **soft.environment)
     assert done.returncode == 1
     row = json.loads(done.stdout)
-    assert list(row["sections"]) == ["tokens"]
-    assert [line.partition(":")[0] for line in row["failed"]] == ["copies"]
-    assert "does not fit on card 0" in row["failed"][0]
+    assert list(row["sections"]) == ["polls"]
+    copies, tokens = row["failed"]
+    assert "dense: page 8 of HOST is not what was copied to it" in copies
+    assert "L2: page 7 of 16 (slot" in tokens
 
 
 def test_a_page_that_is_not_as_it_was_written_is_seen(tmp_path: Path) -> None:
