@@ -168,6 +168,7 @@ class Run:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.left_out: list[str] = []
+        self.failed: list[str] = []  # parts of a section, which went on
         self._until = time.monotonic() + options.limit_s
         self._stage: Stage | None = None
         self._undo = contextlib.ExitStack()
@@ -285,12 +286,15 @@ def run(options: Options, tell: Callable[[str], None], keep: Callable[[Report], 
             tell(f"{name}: {section.title}")
             began = time.monotonic()
             try:
-                report.results[name] = shared.measured(section)
+                result = shared.measured(section)
+                if result.tables:
+                    report.results[name] = result
             except (Unanswered, SglcacheError) as exc:
-                report.failed.append(f"{name}: {exc}")
+                shared.failed.append(f"{name}: {exc}")
             report.seconds[name] = time.monotonic() - began
             report.left_out += shared.left_out
-            shared.left_out.clear()
+            report.failed += shared.failed
+            shared.left_out, shared.failed = [], []
             keep(report)
         shared.close()
     except BenchError as exc:  # its daemon did not end as it should
@@ -311,20 +315,23 @@ def _copies(run: Run) -> Result:
     for page_size in options.pages:
         for layout in options.layouts:
             name = f"page {page_size}, {layout}"
-            raw[name] = row = copy.run(
-                copy.Options(
-                    options.sizes_mib,
-                    page_size,
-                    options.num_layers,
-                    KV_HEADS,
-                    HEAD_DIM,
-                    layout,
-                    pairs=options.pairs,
-                    device="cuda",
-                    shapes=options.shapes,
-                    both_shapes=options.shapes,
-                )
+            words = copy.Options(
+                options.sizes_mib,
+                page_size,
+                options.num_layers,
+                KV_HEADS,
+                HEAD_DIM,
+                layout,
+                pairs=options.pairs,
+                device="cuda",
+                shapes=options.shapes,
+                both_shapes=options.shapes,
             )
+            try:
+                raw[name] = row = copy.run(words, max(1.0, run.stage.left_s))
+            except SglcacheError as exc:
+                run.failed.append(f"copies, {name}: {exc}")
+                continue
             cells = _copy_cells(row)
             where, cell = min(cells.items(), key=lambda each: each[1]["ratio"])
             least = cell["ratio"]
@@ -340,7 +347,7 @@ def _copies(run: Run) -> Result:
             lambda it: f"{it['registered_gb_s'] / it['memcpy_gb_s']:.2f}",
         ),
     )
-    for what, show in shows:
+    for what, show in shows if raw else ():
         head = ("", *(f"{size:,} MiB" for size in options.sizes_mib))
         rows = []
         for name, row in raw.items():
@@ -356,7 +363,8 @@ def _copies(run: Run) -> Result:
         for it in row["first_layer"]
     ]
     head = ("to the device, dense", "MiB", "first layers, ms", "last, ms", "plain memcpy, ms")
-    tables.append(Table("copies: layer by layer", head, layers))
+    if layers:
+        tables.append(Table("copies: layer by layer", head, layers))
     return Result(tables, goals, raw)
 
 
@@ -502,7 +510,7 @@ def _polls(run: Run) -> Result:
     small = copy.Options(
         (16,), PAGE_SIZE, options.num_layers, KV_HEADS, HEAD_DIM, device="cuda", shapes=(), both_shapes=()
     )
-    copied = copy.run(small)
+    copied = copy.run(small, max(1.0, run.stage.left_s))
     raw["one_page"] = one = copied["one_page"]
     pages: list[tuple[str, ...]] = []
     for way, it in one.items():
@@ -561,8 +569,11 @@ def _ranks(run: Run) -> Result:
             continue
         words = ["--gib", str(gib), "--token-kib", str(options.token_kib), "--page-size", str(PAGE_SIZE), "--alone"]
         repeats = max(1, options.rank_kills - turn)
-        row = run.ours("restart", *words, "--repeats", str(repeats))
-        raw[name] = row
+        try:
+            raw[name] = row = run.ours("restart", *words, "--repeats", str(repeats))
+        except SglcacheError as exc:
+            run.failed.append(f"ranks, {name}: {exc}")
+            continue
         times = (row["serving_s"], row["first_hit_s"], row["first_hit_s_most"])
         rows.append((name, f"{row['pages']:,}", str(repeats), *map(number, times)))
     head = ("host tier", "pages", "kills", "attached", "first hit", "at most")

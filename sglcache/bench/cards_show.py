@@ -20,13 +20,14 @@ def show(options: cards.Options, document: Path | None, as_json: bool) -> int:
     """Run it. 1: something could not be measured, or bytes were wrong. BenchError: `document` can't be written."""
 
     def keep(report: cards.Report) -> None:
-        if document is None:
-            return
-        try:
+        if document is not None:
             document.write_text(cards.markdown(report))
+
+    if document is not None:
+        try:
+            document.open("a").close()  # now, and not after minutes
         except OSError as exc:
             raise BenchError(f"{document}: {exc.strerror or exc}") from exc
-
     report = cards.run(options, lambda text: click.echo(text, err=True), keep)
     if as_json:
         emit(plain(cards.as_row(report)))

@@ -53,6 +53,7 @@ from sglcache.server.devices import devices_of
 from sglcache.testing.card import WORD, Card
 from sglcache.units import TicketId, Tier
 
+RUN_S = 1800.0
 WAIT_S = 120.0
 RUN_PAGES = 8
 SMALL_REPEATS = 15
@@ -81,13 +82,13 @@ class Options(NamedTuple):
     both_shapes: tuple[str, ...] = ("dense",)  # of both directions at once
 
 
-def run(options: Options) -> Row:
+def run(options: Options, timeout_s: float = RUN_S) -> Row:
     """Measure in a process that was started as a rank is. BenchError: a size holds no page, or it failed.
 
     ConfigError: there is no such device.
     """
     command = [sys.executable, "-m", "sglcache.bench.copy", json.dumps(options._asdict())]
-    return run_ours(command, env=copy_past_caches(os.environ))
+    return run_ours(command, timeout_s, copy_past_caches(os.environ))
 
 
 class Floor(Protocol):

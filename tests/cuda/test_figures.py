@@ -91,8 +91,9 @@ def test_wrong_bytes_are_told_and_the_other_sections_go_on(tmp_path: Path) -> No
     assert done.returncode == 1
     row = json.loads(done.stdout)
     assert list(row["sections"]) == ["polls"]
-    copies, tokens = row["failed"]
-    assert "dense: page 8 of HOST is not what was copied to it" in copies
+    *copies, tokens = row["failed"]
+    assert len(copies) == 4
+    assert "page 16, page_first: dense: page 8 of HOST is not what was copied to it" in copies[0]
     assert "L2: page 7 of 16 (slot" in tokens
 
 
