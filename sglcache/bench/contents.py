@@ -6,17 +6,19 @@ whole: every page of the match, the window's last pages, the state with which it
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sglcache.bench.pattern import Pattern, StatePattern
+from sglcache.bench.pattern import Pattern, Rows, StatePattern
 from sglcache.client.client import Member
 from sglcache.client.companions import StatePool
 from sglcache.memory.geometry import Geometry
 
 Tokens = npt.NDArray[np.uint32]
+Layers = Callable[[Any], Sequence[Sequence[Rows]]]
 PARTS = 1 << 10  # what tells a shard's bytes of one resource from those of the next
 
 
@@ -66,20 +68,22 @@ class Table(Protocol):
 class Contents:
     """Of all pools that a runner or a worker maps."""
 
-    def __init__(self, cache: Member) -> None:
+    def __init__(self, cache: Member, layers: Layers | None = None) -> None:
+        """`layers`: of a pool's view the rows, layer by layer; None: its arrays, of shared memory."""
         self.cache = cache
+        layers = layers or _arrays
         self.page_size = cache.geometry.page_size
         self._full = []
         if cache.geometry.num_layers:
-            self._full = [Pattern(view.layers, view.shard // cache.geometry.num_replicas) for view in cache.pools]
+            self._full = [Pattern(layers(view), view.shard // cache.geometry.num_replicas) for view in cache.pools]
         window, mamba = cache.window, cache.mamba
         self._window = []
         if window is not None:
             replicas = window.geometry.num_replicas
-            self._window = [Pattern(view.layers, PARTS + view.shard // replicas) for view in window.pools]
+            self._window = [Pattern(layers(view), PARTS + view.shard // replicas) for view in window.pools]
         self._states = []
         if mamba is not None:
-            self._states = [StatePattern(view.layers, view.shard) for view in mamba.pools]
+            self._states = [StatePattern(layers(view), view.shard) for view in mamba.pools]
 
     def write(self, lease: Table, tokens: Tokens, start: int, stop: int) -> None:
         """What computing tokens[start:stop] leaves in the lease's pages."""
@@ -151,3 +155,8 @@ class Contents:
                     f"slot {slot} does not hold the state behind {len(tokens)} tokens: shard {shard}, layer "
                     f"{wrong.layer}, {mamba.geometry.states[wrong.array].name}, byte {wrong.byte}"
                 )
+
+
+def _arrays(view: Any) -> Sequence[Sequence[Rows]]:
+    arrays: Sequence[Sequence[Rows]] = view.layers
+    return arrays

@@ -10,7 +10,7 @@ it, the layer, the array, the shard, and the place within the array.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,22 @@ import xxhash
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.unsignedinteger[Any]]
+
+
+class Rows(Protocol):
+    """uint8 [num_pages, page_size, bytes of a token], or [num_slots, bytes]: numpy's, or what is read and written as
+    they are, rows at a time, wherever it lies (`testing.cards`).
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+    def view(self, dtype: str, /) -> Any: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+
 SCRATCH_BYTES = 8 << 20  # what one step makes at a time
 
 # Odd multipliers with well-mixed bits (of xxHash32 and murmur3).
@@ -39,7 +55,7 @@ class Mismatch(NamedTuple):
 class Pattern:
     """Writes and checks runs of tokens in one shard's pool."""
 
-    def __init__(self, layers: Sequence[Sequence[Bytes]], part: int = 0) -> None:
+    def __init__(self, layers: Sequence[Sequence[Rows]], part: int = 0) -> None:
         """`layers`: of each layer its planes, uint8 [num_pages, page_size, bytes of a token], the mapped pool.
 
         `part`: what tells this shard's bytes from other shards', and those of one resource from another's; of replicas
@@ -101,7 +117,7 @@ class WrongState(NamedTuple):
 class StatePattern:
     """Writes and checks states in one shard's pool."""
 
-    def __init__(self, layers: Sequence[Sequence[Bytes]], part: int = 0) -> None:
+    def __init__(self, layers: Sequence[Sequence[Rows]], part: int = 0) -> None:
         """`layers`: of each layer its arrays, uint8 [num_slots, bytes of it], the mapped pool; `part` as above."""
         self._arrays = [
             (layer, number, array, np.uint32((16 * layer + number + 1 + (part << 16)) * int(_PLANE) & 0xFFFFFFFF))
@@ -142,13 +158,13 @@ def _seeds(tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 class _Plane:
     """K, V or latents of one layer."""
 
-    def __init__(self, layer: int, plane: int, pages: Bytes, part: int) -> None:
+    def __init__(self, layer: int, plane: int, pages: Rows, part: int) -> None:
         self.layer, self.plane = layer, plane
         row_bytes = pages.shape[2]
         width = next(
             width for width in (4, 2, 1) if row_bytes % width == 0 and not any(s % width for s in pages.strides[:2])
         )
-        self.words: Words = pages.view(f"<u{width}")  # [num_pages, page_size, row_words]
+        self.words = pages.view(f"<u{width}")  # [num_pages, page_size, row_words]
         self._seed = np.uint32((2 * layer + plane + 1 + (part << 16)) * int(_PLANE) & 0xFFFFFFFF)
         self._row = np.arange(self.words.shape[2], dtype=np.uint32) * _ROW
 

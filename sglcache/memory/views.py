@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 
 Array = npt.NDArray[np.uint8]
+T = TypeVar("T")
+Make = Callable[[tuple[int, ...], int, tuple[int, ...]], T]
+"""(shape, offset in the pool, strides in bytes): an array of a pool's bytes, whose last axis has no gaps."""
 
 
 class Bytes(Protocol):
@@ -70,6 +73,11 @@ class SharedBytes:
         return torch.from_numpy(self.buffer)
 
 
+def _arrays(memory: Bytes) -> Make[Array]:
+    buffer = memory.buffer.data
+    return lambda shape, offset, strides: np.ndarray(shape, np.uint8, buffer, offset, strides)
+
+
 class Views:
     """Tensors, or arrays, on one shard's device pool.
 
@@ -101,6 +109,11 @@ class Views:
         """uint8 [num_pages, page_bytes], contiguous, as numpy's. ConfigError: not in the layout layer_first."""
         self.placement.page()
         return self._open().buffer.reshape(self._shape)
+
+    @property
+    def memory(self) -> Bytes:
+        """The pool's bytes. ClosedError."""
+        return self._open()
 
     @property
     def pages(self) -> Tensor:
@@ -148,13 +161,15 @@ class KVViews(Views):
     @property
     def layers(self) -> tuple[tuple[Array, ...], ...]:
         """As numpy's, in any layout. Per layer K and V, or latents: uint8 [num_pages, page_size, bytes of a token]."""
-        buffer, geometry = self._open().buffer.data, self.geometry
+        return self.shaped(_arrays(self._open()))
+
+    def shaped(self, make: Make[T]) -> tuple[tuple[T, ...], ...]:
+        """As `layers`, of what `make` makes."""
+        geometry = self.geometry
         return tuple(
             tuple(
-                np.ndarray(
+                make(
                     (geometry.num_pages, geometry.page_size, plane.token_bytes),
-                    np.uint8,
-                    buffer,
                     region.offset,
                     (region.page_stride, plane.token_bytes, 1),
                 )
@@ -225,11 +240,15 @@ class StateViews(Views):
     @property
     def layers(self) -> tuple[tuple[Array, ...], ...]:
         """As numpy's, in any layout. Per layer each array in the states' order: uint8 [num_slots, bytes of it]."""
-        buffer, geometry = self._open().buffer.data, self.geometry
+        return self.shaped(_arrays(self._open()))
+
+    def shaped(self, make: Make[T]) -> tuple[tuple[T, ...], ...]:
+        """As `layers`, of what `make` makes."""
+        geometry = self.geometry
         sizes = [math.prod(geometry.shard_shape(it)) * ITEM_BYTES[it.dtype] for it in geometry.states]
         return tuple(
             tuple(
-                np.ndarray((geometry.num_pages, size), np.uint8, buffer, region.offset, (region.page_stride, 1))
+                make((geometry.num_pages, size), region.offset, (region.page_stride, 1))
                 for size, region in zip(sizes, regions, strict=True)
             )
             for regions in self.placement.layers

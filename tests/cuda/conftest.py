@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from softcuda import SoftCuda, cards, compiled
+from worlds import World, of_a_card, of_software
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,14 @@ def soft_cuda(libcuda: Path) -> Iterator[SoftCuda]:
 def two_cards(libcuda: Path) -> Iterator[SoftCuda]:
     with cards(libcuda, SOFTCUDA_DEVICES=2) as soft:
         yield soft
+
+
+@pytest.fixture(scope="session", params=["software", pytest.param("card", marks=pytest.mark.gpu)])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """The cards of this process and of the daemons that it starts."""
+    if request.param == "card":
+        made = of_a_card()
+    else:
+        made = of_software(request.getfixturevalue("libcuda"))
+    with made as world:
+        yield world
