@@ -149,12 +149,12 @@ def evict(served: Served, tier: str = "device") -> None:
 def put(world: World, client: Client, tokens: range, **options: Any) -> None:
     """Commit these, with what pages of them are to hold."""
     contents = world.contents(client)
-    with client.acquire(tokens, **options) as lease:
+    with client.acquire(tokens, states=int(client.keeps_states), **options) as lease:
         start = lease.matched_tokens
         contents.write(lease, ids(tokens), start, len(tokens))
         states = []
         if lease.mamba is not None:
-            contents.write_state(lease.mamba.slots[0], ids(tokens))
+            contents.write_state(int(lease.mamba.slots[0]), ids(tokens))
             states = [(len(tokens), int(lease.mamba.slots[0]))]
         lease.commit(states=states)
 
