@@ -6,16 +6,17 @@ writes and checks pages (`bench.contents`) does not know where they lie.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from sglcache.memory.cuda_pools import CardBytes
 from sglcache.memory.views import KVViews, StateViews
-from sglcache.testing.card import Card
+from sglcache.testing.card import WORD, Card
 
 STAGING_BYTES: Final = 4 << 20
 MAX_BATCH: Final = 4096  # ranges of one call
@@ -54,6 +55,17 @@ class Port:
         """Of each layer K and V, latents, or a state's arrays, as `view.layers`."""
         memory = _bytes(view)
         return view.shaped(lambda shape, offset, strides: CardArray(self, memory, shape, offset, strides))
+
+    def spin(self, seconds: float, device: int = 0) -> None:
+        """Enqueue a kernel that takes so long."""
+        card = self.cards[device]
+        with card.on(device):
+            card.spin(seconds, self._streams[device])
+
+    def is_busy(self, device: int = 0) -> bool:
+        card = self.cards[device]
+        with card.on(device):
+            return card.is_busy(self._streams[device])
 
     def finish(self) -> None:
         """Wait until all that was enqueued is done."""
@@ -119,6 +131,63 @@ class Port:
     def _stream(self, card: Card) -> int:
         with card.on(card.device):
             return card.stream()
+
+
+class Gate:
+    """Holds streams back: what is put into one behind `hold` waits until `open`. Opened once, it stays so."""
+
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        with port.cards[0].on(0):
+            self._address = port.cards[0].alloc_host(WORD)
+        self._word = ctypes.c_uint64.from_address(self._address)
+        self._word.value = 0
+
+    def hold(self, device: int = 0) -> None:
+        card = self._port.cards[device]
+        with card.on(device):
+            card.launch("sgl_wait_flag", self._address, 1, stream=self._port.stream(device))
+
+    def open(self) -> None:
+        self._word.value = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open()
+        self._port.finish()
+        with self._port.cards[0].on(0):
+            self._port.cards[0].free_host(self._address)
+
+
+class Scratch:
+    """Memory of a card's own, into which kernels of a port's stream read pages."""
+
+    def __init__(self, port: Port, num_bytes: int, device: int = 0) -> None:
+        """A multiple of 8."""
+        self._port, self._card, self._num_bytes = port, port.cards[device], num_bytes
+        with self._card.on(device):
+            address = self._card.alloc(num_bytes)
+        assert address is not None, f"card {device} has not {num_bytes} bytes left"
+        self.address = address
+
+    def take(self, array: CardArray, *index: int, num_bytes: int | None = None, at: int = 0) -> None:
+        """Enqueue a kernel that copies so much (None: a row) from there, to `at`."""
+        words = (num_bytes or array.row_bytes) // WORD
+        with self._card.on(self._card.device):
+            stream = self._port.stream(self._card.device)
+            self._card.copy_words(self.address + at, array.address(*index), words, stream)
+
+    def read(self, row_bytes: int) -> npt.NDArray[np.uint8]:
+        """What it has, once all that was enqueued is done: uint8 [n, row_bytes]."""
+        starts = np.arange(self.address, self.address + self._num_bytes, row_bytes, dtype=np.uint64)
+        return self._port.read(self._card.device, starts, row_bytes)
+
+    def close(self) -> None:
+        self._port.finish()
+        with self._card.on(self._card.device):
+            self._card.free(self.address)
 
 
 class CardArray:

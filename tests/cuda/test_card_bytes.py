@@ -199,11 +199,11 @@ def test_whatever_is_cached_goes_round(world: World, lend: Lend, name: str) -> N
 
 def go_round(world: World, daemon: Daemon) -> None:
     with world.client(daemon) as client:
-        put(world, client, TOKENS)
-        check(world, client, TOKENS, host_tokens=0)
-        evict(daemon)
-        check(world, client, TOKENS, host_tokens=len(TOKENS))
-        check(world, client, TOKENS, host_tokens=0)
+        put(world.port, client, TOKENS)
+        check(world.port, client, TOKENS, host_tokens=0)
+        evict(daemon, world.port, client)
+        check(world.port, client, TOKENS, host_tokens=len(TOKENS))
+        check(world.port, client, TOKENS, host_tokens=0)
 
 
 @pytest.mark.daemons
@@ -228,7 +228,7 @@ def test_workers_write_and_read_each_its_shard_and_a_runner_all(
         for worker in workers:
             worker.record(released.ticket)
         released.wait()
-        evict(daemon)
+        evict(daemon, world.port, *workers)
         lease = scheduler.acquire(TOKENS)
         assert lease.load is not None
         for worker, each in zip(workers, contents, strict=True):
@@ -239,4 +239,4 @@ def test_workers_write_and_read_each_its_shard_and_a_runner_all(
             worker.record(released.ticket)
         released.wait()
     with world.client(daemon) as client:
-        check(world, client, TOKENS, host_tokens=0)
+        check(world.port, client, TOKENS, host_tokens=0)

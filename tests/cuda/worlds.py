@@ -19,6 +19,7 @@ from sglcache.testing.daemon import Daemon, Puppet, Served, until
 
 SOFT_CARDS = 2
 MEMORY = 256 << 20  # of each of these
+JUNK = 0xEEEEEEEEEEEEEEEE
 
 # A puppet of the driver in software has what it says of pages.
 PUPPET = """
@@ -139,16 +140,29 @@ def _driver() -> str | None:
     return None
 
 
-def evict(served: Served, tier: str = "device") -> None:
-    """Nothing of a tier is cached any more, once what is in flight is over."""
+def evict(served: Served, port: Port, *members: Member) -> None:
+    """Nothing is cached on the device any more, once what is in flight is over, and its free pages hold other bytes.
+
+    Nobody has a lease.
+    """
     served.settle()
     with served.admin() as admin:
-        admin.clear(tier)
+        admin.clear("device")
+    for view in (view for member in members for view in views_of(member)):
+        card, memory = port.card(view), view.memory
+        with card.on(card.device):
+            card.fill(memory.address, JUNK, memory.num_bytes // 8, port.stream(card.device))
+    port.finish()
 
 
-def put(world: World, client: Client, tokens: range, **options: Any) -> None:
+def views_of(member: Member) -> list[Any]:
+    """Of all the pools that it maps."""
+    return [*member.pools, *(pool for each in (member.window, member.mamba) if each for pool in each.pools)]
+
+
+def put(port: Port, client: Client, tokens: range, **options: Any) -> None:
     """Commit these, with what pages of them are to hold."""
-    contents = world.contents(client)
+    contents = Contents(client, port.layers)
     with client.acquire(tokens, states=int(client.keeps_states), **options) as lease:
         start = lease.matched_tokens
         contents.write(lease, ids(tokens), start, len(tokens))
@@ -159,14 +173,14 @@ def put(world: World, client: Client, tokens: range, **options: Any) -> None:
         lease.commit(states=states)
 
 
-def check(world: World, client: Client, tokens: range, host_tokens: int | None = None) -> None:
+def check(port: Port, client: Client, tokens: range, host_tokens: int | None = None) -> None:
     """All of them are a hit, so many of the host, and hold what was written. WrongContents."""
     with client.acquire(tokens, states=int(client.keeps_states)) as lease:
         assert lease.matched_tokens == len(tokens)
         if host_tokens is not None:
             assert lease.host_tokens == host_tokens
         lease.wait_loaded()
-        world.contents(client).check_match(lease, ids(tokens))
+        Contents(client, port.layers).check_match(lease, ids(tokens))
 
 
 __all__ = ["World", "check", "evict", "ids", "of_a_card", "of_software", "put", "until"]
