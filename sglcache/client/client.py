@@ -53,6 +53,7 @@ from sglcache.errors import (
     ConfigError,
     ProtocolError,
     SglcacheError,
+    TransferError,
     Unavailable,
     with_article,
 )
@@ -306,12 +307,17 @@ class Member:
             with connection.lock:
                 self._cards.wait_loaded(load, layers, connection.socket)
             return
-        for each in layers:
-            if loads.done(slot, generation, each):
-                continue
+        try:
+            for each in layers:
+                if loads.done(slot, generation, each):
+                    continue
+                with connection.lock:
+                    while not loads.wait(slot, generation, each, connection.fileno()):
+                        connection.pull()
+        except TransferError:
             with connection.lock:
-                while not loads.wait(slot, generation, each, connection.fileno()):
-                    connection.pull()
+                connection.pull()  # says so if it failed since the daemon is gone
+            raise
 
     def close(self) -> None:
         """Say goodbye, and let go of the connection and the mappings. What was not committed is gone. Idempotent."""
