@@ -74,7 +74,13 @@ class Cards:
             self._loads_at = self._driver.register(loads.address, loads.num_words * WORD_BYTES)
 
     def leave(self) -> None:
-        """This life's loads are of no use any more."""
+        """This life's loads and pools are of no use any more, once the streams have done with them: they are waited
+        for. (A load of a daemon that lives ends, whoever is gone, and the others are given up.)
+        """
+        with contextlib.suppress(CudaError):  # of a context that is broken nothing is done any more
+            for device, stream in self._streams().items():
+                with self._driver.on(device):
+                    self._driver.synchronize(stream)
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -82,13 +88,9 @@ class Cards:
             self._driver.unpin(self._loads.address)
 
     def close(self) -> None:
-        """After `leave`. The streams are waited for first, since they may still write events of this member."""
-        with contextlib.suppress(CudaError):  # of a context that is broken nothing is written any more
-            for device, stream in self._streams().items():
-                with self._driver.on(device):
-                    self._driver.synchronize(stream)
-            with self._driver.on(self.devices[0]):
-                self._driver.unpin(self._ring.address)
+        """After `leave`."""
+        with contextlib.suppress(CudaError), self._driver.on(self.devices[0]):
+            self._driver.unpin(self._ring.address)
 
     def open(self, handle: CardHandle, fd: int | None) -> CardBytes:
         """A pool, mapped. `fd` stays the caller's."""
