@@ -173,6 +173,10 @@ class LibCuda:
         """Block until all that is in the stream is done."""
         self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
+    def finish(self) -> None:
+        """Block until all of this process's work on the thread's device is done."""
+        self.call("cuCtxSynchronize")
+
     def release(self, streams: Sequence[int], events: Sequence[int]) -> None:
         for stream in streams:
             self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream))

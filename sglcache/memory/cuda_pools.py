@@ -198,4 +198,5 @@ def open_pool(driver: LibCuda, handle: control.CudaPoolHandle | control.CudaIpcH
 def _on(driver: LibCuda, device: int, call: Callable[[], None]) -> None:
     # Of a context that is broken, or being taken apart, there is nothing to let go of.
     with contextlib.suppress(CudaError), driver.on(device):
+        driver.finish()  # kernels may be at it still: who drops a tensor need not have waited for them
         call()
