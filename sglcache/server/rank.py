@@ -173,9 +173,10 @@ class Rank:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:
             await self.start(loop)
-            self._channel.send(Ready(self.facts()))
-            self._channel.watch(loop, self._hear)
-            self._beat(loop)
+            if self.state == "ok":
+                self._channel.send(Ready(self.facts()))
+                self._channel.watch(loop, self._hear)
+                self._beat(loop)
             await self._ending.wait()
             if self.state != "failed":
                 await self.drain()
@@ -191,6 +192,8 @@ class Rank:
         below = parts.owner.third
         if below is not None:
             await below.open(first=not self._start.restarts)
+            if self.state == "failed":  # meanwhile: an engine's thread has lost its card
+                return
         if parts.publisher is not None:
             parts.publisher.attach(loop)
         parts.owner.start()
@@ -629,9 +632,6 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             owner.fail()  # at once: the loop may be about to publish
             tell(rank.fail, error)
 
-        engine = devices.engine(config, resources, copied, loaded, lost)
-        undo.callback(engine.close, finish=False)
-
         def submit(copy: Copy) -> None:
             place = None if copy.lease is None else loads.place(copy.ticket)
             engine.submit(Transfer(copy.ticket, copy.src, copy.dst, copy.src_slots, copy.dst_slots, place, copy.more))
@@ -655,6 +655,8 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             note=journal.note if journal is not None else None,
             lost=rank.fail,
         )
+        engine = devices.engine(config, resources, copied, loaded, lost)  # whose threads may tell of something at once
+        undo.callback(engine.close, finish=False)
         offer = Offer(
             numbers.first,
             VERSION,
