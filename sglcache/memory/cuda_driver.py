@@ -18,13 +18,14 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 
 from sglcache.errors import ConfigError, TransferError
 
-SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 0, 1, 2, 600  # CUresult
+SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE, NOT_READY = 0, 1, 2, 100, 600  # CUresult
 STREAM_NON_BLOCKING, EVENT_DISABLE_TIMING = 1, 2
 HOST_REGISTER_PORTABLE, HOST_REGISTER_DEVICEMAP = 1, 2
 SRC_ACCESS_ORDER_STREAM = 1  # CUmemcpySrcAccessOrder: a source is read when the stream has come to the copy
@@ -92,7 +93,7 @@ class _Handle(ctypes.Structure):
 
 
 class LibCuda:
-    """The `Driver` of `cuda_engine`. ConfigError: this machine has no CUDA driver."""
+    """The `Driver` of `cuda_engine`. ConfigError: this machine has no CUDA driver, or none that sees a card."""
 
     batch_flags = 0  # CUmemcpyFlags of batched copies
 
@@ -105,7 +106,14 @@ class LibCuda:
         self._batch, self._tells_index = self._find_batch()
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
-        self.call("cuInit", ctypes.c_uint(0))
+        if code := int(self._lib.cuInit(ctypes.c_uint(0))):
+            raise ConfigError(
+                "the CUDA driver sees no card: the machine has none, or CUDA_VISIBLE_DEVICES hides them"
+                if code == NO_DEVICE
+                else f"the CUDA driver does not start: cuInit says {self._said(code)}; nvidia-smi may know why",
+                call="cuInit",
+                result=code,
+            )
 
     @property
     def batched_by(self) -> str | None:
@@ -205,9 +213,9 @@ class LibCuda:
             if self.uuid(device) == uuid:
                 return device
         raise ConfigError(
-            f"the pool is on the device GPU-{uuid.hex()}, and this process sees {count} others; "
+            f"the pool is on the card GPU-{UUID(bytes=uuid)}, and this process sees {count}, that one not among them; "
             "give it that one by CUDA_VISIBLE_DEVICES",
-            uuid=uuid.hex(),
+            uuid=str(UUID(bytes=uuid)),
         )
 
     def attribute(self, device: int, attribute: int) -> int:
@@ -346,11 +354,15 @@ class LibCuda:
         """The result, which is success or `also`; CudaError for any other."""
         code = int(getattr(self._lib, name)(*arguments))
         if code not in (SUCCESS, also):
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorName(code, ctypes.byref(text))
-            said = (text.value or b"unknown").decode()
-            raise CudaError(f"{name}: {said} ({code}); the rank ends, and its next life begins empty", call=name)
+            raise CudaError(
+                f"{name}: {self._said(code)}; this process has lost the card, and must end", call=name, result=code
+            )
         return code
+
+    def _said(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        self._lib.cuGetErrorName(code, ctypes.byref(text))
+        return f"{(text.value or b'unknown').decode()} ({code})"
 
 
 def _properties(device: int) -> _Properties:
