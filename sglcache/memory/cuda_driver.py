@@ -128,10 +128,9 @@ class LibCuda:
     def on(self, device: int) -> Iterator[None]:
         """As `use`, for as long as this lasts: for a thread that is another's, whose torch may speak of another one."""
         self.call("cuCtxPushCurrent_v2", self._context(device))
-        try:
+        with self._undoing("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p())):
             yield
-        finally:
-            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def stream(self) -> int:
         stream = ctypes.c_void_p()
@@ -269,8 +268,10 @@ class LibCuda:
         none, zero = ctypes.c_size_t(0), ctypes.c_uint64(0)
         self.call("cuMemAddressReserve", ctypes.byref(address), size, none, zero, zero)
         access = _Access(_Location(LOCATION_DEVICE, device), ACCESS_READ_WRITE)
-        self.call("cuMemMap", address, size, none, ctypes.c_uint64(handle), zero)
-        self.call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        with self._undoing("cuMemAddressFree", address, size):
+            self.call("cuMemMap", address, size, none, ctypes.c_uint64(handle), zero)
+            with self._undoing("cuMemUnmap", address, size):
+                self.call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
         return address.value
 
     def unmap(self, address: int, num_bytes: int) -> None:
@@ -358,6 +359,16 @@ class LibCuda:
                 f"{name}: {self._said(code)}; this process has lost the card, and must end", call=name, result=code
             )
         return code
+
+    @contextlib.contextmanager
+    def _undoing(self, name: str, *arguments: Any) -> Iterator[None]:
+        """What goes wrong within is followed by this call, and told of whatever that says."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                self.call(name, *arguments)
+            raise
 
     def _said(self, code: int) -> str:
         text = ctypes.c_char_p()

@@ -120,9 +120,10 @@ class CudaPool:
             except BaseException:
                 if self.fd >= 0:
                     os.close(self.fd)
+                with contextlib.suppress(CudaError):  # the first error is the one to tell of
+                    driver.release_memory(made)
                 raise
-            finally:
-                driver.release_memory(made)  # the descriptor and the mapping keep it
+            driver.release_memory(made)  # the descriptor and the mapping keep it
 
     @property
     def num_pages(self) -> int:
@@ -190,8 +191,11 @@ def open_pool(driver: LibCuda, handle: control.CudaPoolHandle | control.CudaIpcH
         memory = driver.import_fd(fd)
         try:
             address, size = driver.map(memory, handle.mapped_bytes, device), handle.mapped_bytes
-        finally:
-            driver.release_memory(memory)
+        except BaseException:
+            with contextlib.suppress(CudaError):
+                driver.release_memory(memory)
+            raise
+        driver.release_memory(memory)
         return CardBytes(driver, device, address, handle.num_bytes, lambda: driver.unmap(address, size))
 
 
