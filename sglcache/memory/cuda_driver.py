@@ -110,7 +110,7 @@ class LibCuda:
             raise ConfigError(
                 "the CUDA driver sees no card: the machine has none, or CUDA_VISIBLE_DEVICES hides them"
                 if code == NO_DEVICE
-                else f"the CUDA driver does not start: cuInit says {self._said(code)}; nvidia-smi may know why",
+                else f"the CUDA driver does not start: cuInit says {self.named(code)}; nvidia-smi may know why",
                 call="cuInit",
                 result=code,
             )
@@ -305,6 +305,12 @@ class LibCuda:
         self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(IPC_LAZY_PEER_ACCESS))
         return address.value
 
+    def size_of(self, address: int) -> int:
+        """Bytes of the allocation that begins there, of this process or another's."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return size.value
+
     def close_ipc(self, address: int) -> None:
         self.call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
@@ -356,7 +362,7 @@ class LibCuda:
         code = int(getattr(self._lib, name)(*arguments))
         if code not in (SUCCESS, also):
             raise CudaError(
-                f"{name}: {self._said(code)}; this process has lost the card, and must end", call=name, result=code
+                f"{name}: {self.named(code)}; this process has lost the card, and must end", call=name, result=code
             )
         return code
 
@@ -370,7 +376,8 @@ class LibCuda:
                 self.call(name, *arguments)
             raise
 
-    def _said(self, code: int) -> str:
+    def named(self, code: int) -> str:
+        """A CUresult as people look for it."""
         text = ctypes.c_char_p()
         self._lib.cuGetErrorName(code, ctypes.byref(text))
         return f"{(text.value or b'unknown').decode()} ({code})"

@@ -34,6 +34,10 @@ from sglcache.wire import control
 if TYPE_CHECKING:
     from torch import Tensor
 
+# CUresult: an argument makes no sense (INVALID_VALUE, _DEVICE, _CONTEXT, MAP_FAILED, OPERATING_SYSTEM, INVALID_HANDLE)
+# to a driver that is well otherwise.
+REFUSALS = frozenset({1, 101, 201, 205, 304, 400})
+
 Export = Literal["fd", "ipc"]
 
 
@@ -179,24 +183,45 @@ def open_pool(driver: LibCuda, handle: control.CudaPoolHandle | control.CudaIpcH
     """
     if len(handle.device_uuid) != UUID_BYTES:
         raise ProtocolError(f"a device's UUID has {UUID_BYTES} bytes, not {len(handle.device_uuid)}")
+    if handle.num_bytes < 1:
+        raise ProtocolError(f"a pool of {handle.num_bytes} bytes")
     device = driver.device_of(handle.device_uuid)
     with driver.on(device):
-        if isinstance(handle, control.CudaIpcHandle):
-            if len(handle.handle) != IPC_HANDLE_BYTES:
-                raise ProtocolError(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle.handle)}")
-            base = driver.open_ipc(handle.handle)
-            return CardBytes(driver, device, base + handle.offset, handle.num_bytes, lambda: driver.close_ipc(base))
-        if fd is None or handle.mapped_bytes < handle.num_bytes:
-            raise ProtocolError(f"a pool of {handle.num_bytes} bytes is to be {handle.mapped_bytes} of a descriptor")
-        memory = driver.import_fd(fd)
         try:
-            address, size = driver.map(memory, handle.mapped_bytes, device), handle.mapped_bytes
-        except BaseException:
-            with contextlib.suppress(CudaError):
-                driver.release_memory(memory)
-            raise
-        driver.release_memory(memory)
-        return CardBytes(driver, device, address, handle.num_bytes, lambda: driver.unmap(address, size))
+            if isinstance(handle, control.CudaIpcHandle):
+                return _open_ipc(driver, handle, device)
+            return _open_fd(driver, handle, fd, device)
+        except CudaError as exc:
+            call, result = exc.facts["call"], exc.facts["result"]
+            if result not in REFUSALS:
+                raise
+            why = f"{call} says {driver.named(result)}"
+            raise ProtocolError(f"the pool that the daemon told of can't be mapped: {why}") from exc
+
+
+def _open_fd(driver: LibCuda, handle: control.CudaPoolHandle, fd: int | None, device: int) -> CardBytes:
+    if fd is None or handle.mapped_bytes < handle.num_bytes:
+        raise ProtocolError(f"a pool of {handle.num_bytes} bytes is to be {handle.mapped_bytes} of a descriptor")
+    memory, size = driver.import_fd(fd), handle.mapped_bytes
+    try:
+        address = driver.map(memory, size, device)
+    except BaseException:
+        with contextlib.suppress(CudaError):
+            driver.release_memory(memory)
+        raise
+    driver.release_memory(memory)
+    return CardBytes(driver, device, address, handle.num_bytes, lambda: driver.unmap(address, size))
+
+
+def _open_ipc(driver: LibCuda, handle: control.CudaIpcHandle, device: int) -> CardBytes:
+    if len(handle.handle) != IPC_HANDLE_BYTES:
+        raise ProtocolError(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle.handle)}")
+    base = driver.open_ipc(handle.handle)
+    size = driver.size_of(base)
+    if not 0 <= handle.offset <= size - handle.num_bytes:
+        driver.close_ipc(base)
+        raise ProtocolError(f"a pool of {handle.num_bytes} bytes is to be at {handle.offset} of {size}")
+    return CardBytes(driver, device, base + handle.offset, handle.num_bytes, lambda: driver.close_ipc(base))
 
 
 def _on(driver: LibCuda, device: int, call: Callable[[], None]) -> None:
