@@ -71,7 +71,7 @@ class Port:
         """Wait until all that was enqueued is done."""
         for card in self.cards:
             with card.on(card.device):
-                card.finish(self._streams[card.device])
+                card.synchronize(self._streams[card.device])
 
     def close(self) -> None:
         """Let go of the streams, once they are empty, and of the memory. What was made of it is of no use any more."""
@@ -101,7 +101,7 @@ class Port:
             self._copy(device, self._address(start, len(part), row_bytes), addresses[at : at + step], row_bytes)
             card = self.cards[device]
             with card.on(device):
-                card.finish(self._streams[device])
+                card.synchronize(self._streams[device])
             part[:] = self._staging[start : start + part.nbytes].reshape(part.shape)
         return found
 

@@ -53,7 +53,9 @@ def forms() -> Iterator[tuple[str, Form]]:
     kinds += [
         (
             f"states in {shards} shards",
-            lambda s=shards, **how: StateGeometry(num_pages=NUM_PAGES, num_layers=3, states=STATES, num_shards=s, **how),
+            lambda s=shards, **how: StateGeometry(
+                num_pages=NUM_PAGES, num_layers=3, states=STATES, num_shards=s, **how
+            ),
         )
         for shards in (1, 2)
     ]
@@ -118,9 +120,7 @@ class Pools:
         for i, j in self.form.pairs(src, dst):
             here, there = self.form.placement(src), self.form.placement(dst)
             for a, b in zip(src_slots, dst_slots, strict=True):
-                for ours, theirs in zip(
-                    itertools.chain(*here.layers), itertools.chain(*there.layers), strict=True
-                ):
+                for ours, theirs in zip(itertools.chain(*here.layers), itertools.chain(*there.layers), strict=True):
                     start, end = ours.start(a), theirs.start(b)
                     found[j][end : end + ours.num_bytes] = sources[i][start : start + ours.num_bytes]
         return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -19,7 +18,7 @@ from worlds import World, check, evict, ids, put, until
 from sglcache.bench.contents import Contents
 from sglcache.client import Client, Lease
 from sglcache.client.mirror import Mirror
-from sglcache.errors import BadRequest, NoSpace, TransferError
+from sglcache.errors import BadRequest, NoSpace
 from sglcache.testing.cards import CardArray, Gate, Port, Scratch
 from sglcache.testing.daemon import Daemon, Served
 

@@ -19,6 +19,7 @@ from sglcache.testing.daemon import Daemon, Puppet, Served, until
 
 SOFT_CARDS = 2
 MEMORY = 256 << 20  # of each of these
+SLACK = 64 << 20
 JUNK = 0xEEEEEEEEEEEEEEEE
 
 # A puppet of the driver in software has what it says of pages.
@@ -54,7 +55,9 @@ class World:
         if self.num_cards < cards:
             pytest.skip(f"needs {cards} cards, and there are {self.num_cards}")
 
-    def sections(self, *, environment: Mapping[str, str] | None = None, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    def sections(
+        self, *, environment: Mapping[str, str] | None = None, **sections: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """A daemon's, on cards; all its shards are on the first if nothing else is said."""
         pool = {"device": "cuda", "untried": True, **sections.get("pool", {})}
         pool.setdefault("gpus", [0] * pool.get("num_shards", 1))
@@ -79,15 +82,22 @@ class World:
             free, total = card.free_bytes()
         return total - free
 
+    def is_back(self, used: int, device: int = 0) -> bool:
+        """Whether no more of it is in use than then. A card's driver has affairs of its own there."""
+        return abs(self.used(device) - used) <= (0 if self.soft is not None else SLACK)
+
     @contextlib.contextmanager
-    def puppet(self, served: Served) -> Iterator[Puppet]:
-        """A process with a port and no client yet."""
+    def puppet(
+        self, served: Served, environment: Mapping[str, str] | None = None, *, port: bool = True
+    ) -> Iterator[Puppet]:
+        """A process with a port, and no client yet."""
         with pytest.MonkeyPatch.context() as patch:
-            for key, value in self.environment.items():
+            for key, value in {**self.environment, **(environment or {})}.items():
                 patch.setenv(key, value)
             puppet = Puppet(served.socket)
         with puppet:
-            puppet.do(PUPPET)
+            if port:
+                puppet.do(PUPPET)
             yield puppet
 
     @contextlib.contextmanager
@@ -163,7 +173,8 @@ def views_of(member: Member) -> list[Any]:
 def put(port: Port, client: Client, tokens: range, **options: Any) -> None:
     """Commit these, with what pages of them are to hold."""
     contents = Contents(client, port.layers)
-    with client.acquire(tokens, states=int(client.keeps_states), **options) as lease:
+    options = {"states": int(client.keeps_states), "wait_s": 10, **options}
+    with client.acquire(tokens, **options) as lease:
         start = lease.matched_tokens
         contents.write(lease, ids(tokens), start, len(tokens))
         states = []
@@ -175,7 +186,7 @@ def put(port: Port, client: Client, tokens: range, **options: Any) -> None:
 
 def check(port: Port, client: Client, tokens: range, host_tokens: int | None = None) -> None:
     """All of them are a hit, so many of the host, and hold what was written. WrongContents."""
-    with client.acquire(tokens, states=int(client.keeps_states)) as lease:
+    with client.acquire(tokens, states=int(client.keeps_states), wait_s=10) as lease:
         assert lease.matched_tokens == len(tokens)
         if host_tokens is not None:
             assert lease.host_tokens == host_tokens
