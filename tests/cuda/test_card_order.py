@@ -125,7 +125,7 @@ def test_so_it_is_however_long_the_kernels_take(world: World, lend: Lend) -> Non
     with world.client(daemon) as client:
         contents = world.contents(client)
         for tokens in every:
-            with client.acquire(tokens) as lease:
+            with client.acquire(tokens, wait_s=10) as lease:
                 contents.write(lease, ids(tokens) + 1, 0, len(tokens))  # what must not be copied
                 world.port.spin(rng.random() * 0.004)
                 contents.write(lease, ids(tokens), 0, len(tokens))

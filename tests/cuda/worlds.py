@@ -14,6 +14,7 @@ from softcuda import SoftCuda, cards
 
 from sglcache.bench.contents import Contents
 from sglcache.client.client import Client, Member, Worker
+from sglcache.errors import Busy
 from sglcache.testing.cards import Port
 from sglcache.testing.daemon import Daemon, Puppet, Served, until
 
@@ -84,7 +85,7 @@ class World:
 
     def is_back(self, used: int, device: int = 0) -> bool:
         """Whether no more of it is in use than then. A card's driver has affairs of its own there."""
-        return abs(self.used(device) - used) <= (0 if self.soft is not None else SLACK)
+        return self.used(device) - used <= (0 if self.soft is not None else SLACK)
 
     @contextlib.contextmanager
     def puppet(
@@ -153,11 +154,20 @@ def _driver() -> str | None:
 def evict(served: Served, port: Port, *members: Member) -> None:
     """Nothing is cached on the device any more, once what is in flight is over, and its free pages hold other bytes.
 
-    Nobody has a lease.
+    Nobody has a lease, or the last is on its way back.
     """
+    port.finish()
     served.settle()
     with served.admin() as admin:
-        admin.clear("device")
+
+        def cleared() -> bool:
+            try:
+                admin.clear("device")
+            except Busy:
+                return False
+            return True
+
+        until(cleared)
     for view in (view for member in members for view in views_of(member)):
         card, memory = port.card(view), view.memory
         with card.on(card.device):
