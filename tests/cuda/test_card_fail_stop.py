@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from worlds import World, check, put, until
+from worlds import World, check, evict, put, until
 
 from sglcache.client import Client
 from sglcache.client.mirror import Mirror
@@ -173,6 +173,28 @@ def test_an_error_at_a_later_start_ends_that_life_and_the_one_after_it_serves(wo
         with world.client(served) as client:
             check(world.port, client, TOKENS)
         until(lambda: world.used() == used)
+
+
+def test_where_the_machine_pins_no_more_the_host_tier_ends_and_the_rank_serves(world: World, tmp_path: Path) -> None:
+    world.only_software()
+    pages = {"page_size": 16, "num_tokens": 16 * 64, "num_layers": 4, "num_kv_heads": 8, "head_dim": 128}
+    tokens = range(16 * 64)
+    for limit, num_pages in ((2, 1024), (1, 0)):  # of ranges of 256 MiB
+        with world.daemon(
+            tmp_path / str(limit),
+            environment={"SOFTCUDA_FAIL": f"cuMemHostRegister_v2:{limit}:2"},
+            pool=pages,
+            host={"num_tokens": 16 * 2048},
+        ) as daemon:
+            until(lambda daemon=daemon: "gets no more" in daemon.said())
+            assert f"the host tier has {num_pages} of 2048 pages" in daemon.said()
+            with world.client(daemon) as client:
+                put(world.port, client, tokens)
+                daemon.settle()
+                assert daemon.pool("HOST")["cached"] == min(num_pages, 64)
+                if num_pages:
+                    evict(daemon, world.port, client)
+                check(world.port, client, tokens, host_tokens=len(tokens) if num_pages else 0)
 
 
 def test_a_runner_that_does_not_see_the_card_is_told(world: World, served: Daemon) -> None:
