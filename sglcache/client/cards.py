@@ -52,13 +52,7 @@ class Cards:
         ConfigError: this process does not see a pool's card, or has no driver. CudaError.
         """
         self._driver = LibCuda()
-        for handle in pools:
-            device = self._driver.device_of(handle.device_uuid)
-            if not self._driver.attribute(device, CAN_WRITE_WORDS):
-                raise ConfigError(
-                    f"card {device}'s driver can't have streams write words (CUDA 11.7 or later); update it",
-                    device=device,
-                )
+        self.check(pools)
         self._streams = streams or self._torchs
         self._ring = ring
         self._watch: _Watch | None = None
@@ -66,8 +60,18 @@ class Cards:
         with self._driver.on(self.devices[0]):
             self._events_at = self._driver.register(ring.address, ring.num_events * WORD_BYTES)
 
+    def check(self, pools: list[CardHandle]) -> None:
+        """ConfigError: this process does not see a pool's card, or its driver is too old."""
+        for handle in pools:
+            device = self._driver.device_of(handle.device_uuid)
+            if not self._driver.attribute(device, CAN_WRITE_WORDS):
+                raise ConfigError(
+                    f"card {device}'s driver can't have streams write words (CUDA 11.7 or later); update it",
+                    device=device,
+                )
+
     def join(self, pools: list[CardHandle], loads: LoadRingReader) -> None:
-        """A life's pools and loads, from now on."""
+        """A life's pools, which were checked, and loads, from now on."""
         self.devices = sorted({self._driver.device_of(handle.device_uuid) for handle in pools})
         self._loads = loads
         with self._driver.on(self.devices[0]):

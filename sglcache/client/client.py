@@ -383,6 +383,8 @@ class Member:
             connection = self._next_life(hello, timeout_s)
             try:
                 _check_alike(self._welcome, connection.welcome, self.socket)
+                if self._cards is not None:
+                    self._cards.check(on_cards(connection.welcome))
                 loads = self._load_ring(connection)
             except BaseException:
                 connection.close()
