@@ -19,7 +19,7 @@ import pytest
 from worlds import JUNK, World, check, evict, ids, put, until
 
 from sglcache.client import Client
-from sglcache.errors import DaemonRestarted, NoSpace, SessionEnded
+from sglcache.errors import ConfigError, DaemonRestarted, NoSpace, SessionEnded
 from sglcache.testing.cards import CardArray
 from sglcache.testing.daemon import Daemon, Puppet
 
@@ -248,6 +248,26 @@ def test_a_next_life_that_finds_the_card_full_says_so_and_comes_once_it_is_not(w
         daemon.next_life(pid)
         with world.client(daemon) as again:
             check(world.port, again, TOKENS, host_tokens=len(TOKENS))
+
+
+def test_a_next_life_on_a_card_that_the_runner_does_not_see_is_told_and_can_be_left(world: World, tmp_path: Path) -> None:
+    world.need(cards=2)
+    soft = world.only_software()
+    tokens = f"list(range({8 * P}))"
+    daemon = world.daemon(tmp_path, **SMALL)
+    with world.puppet(daemon, {**soft.environment, "CUDA_VISIBLE_DEVICES": "0"}) as puppet:
+        puppet.do(RUNNER + f"lease = cache.acquire({tokens}); contents.write(lease, ids(0, 32), 0, 32); lease.commit()")
+        daemon.stop()
+        with world.daemon(tmp_path, **{**SMALL, "pool": {**SMALL["pool"], "gpus": [1]}}):
+            for _ in range(2):
+                with pytest.raises(DaemonRestarted):
+                    puppet.do("cache.ping()")
+                with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+                    puppet.do("cache.reattach()")
+        with world.daemon(tmp_path, **SMALL):
+            puppet.do("cache.reattach(); lease = cache.acquire([*range(32)])")
+            puppet.do("contents = Contents(cache, port.layers); contents.write(lease, ids(0, 32), 0, 32); lease.commit()")
+            puppet.do("contents.check_pages('written', lease, ids(0, 32), 32); lease.release(wait=True)")
 
 
 def test_the_supervisor_s_death_is_the_rank_s_and_gives_all_back(world: World, tmp_path: Path) -> None:
