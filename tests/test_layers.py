@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 PURE = {
     "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "enum", "functools", "hashlib", "heapq",
     "itertools", "math", "operator", "struct", "types", "typing",
-    "msgspec", "numpy", "ormsgpack", "xxhash",
+    "msgspec", "mypy_extensions", "numpy", "ormsgpack", "xxhash",
 }  # fmt: skip
 
 # Third-party packages that have one home. Elsewhere they would bring their start-up time and their kind of failure.

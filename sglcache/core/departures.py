@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglcache.core.tree import Node
+
 if TYPE_CHECKING:
     from sglcache.core.index import Index
     from sglcache.core.key import Namespace
     from sglcache.core.leases import Ticket
-    from sglcache.core.tree import Node
     from sglcache.units import TicketId
 
 ENTRY_BYTES = 512  # what an entry and its node take beside tokens and digests, about

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -116,7 +116,7 @@ class _Named(NamedTuple):
     """Digests that somebody waits for, or that others build on; nothing is told of them."""
 
     hashes: Hashes
-    whose: object
+    whose: Any
 
 
 class Run:

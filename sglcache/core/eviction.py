@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sglcache.core.key import TOKEN_BYTES
 from sglcache.core.slots import SLOT_BYTES, SlotPool
@@ -371,7 +371,7 @@ class Places(Recency):
 
 # An entry of a heap: [key's first part, key's second, number, node]. The number is the entry's own, so that no two are
 # alike; without a node it is stale, and thrown away when it comes to the top or the heap is renewed.
-NODE = 3
+NODE: Final = 3
 SWEEP = 4  # entries of the old heap that a push moves to the new one
 DISCARD = 4  # stale entries that one look for a victim throws away
 SLACK = 64  # stale entries that are no reason for anything
@@ -434,12 +434,14 @@ class Ranked:
     def _fifo(self, node: Node) -> Key:
         return 0, node.cells[self.time]
 
-    _lru = _fifo  # of last accesses: where there are tenants
+    def _lru(self, node: Node) -> Key:  # where there are tenants: the time is an access
+        return 0, node.cells[self.time]
 
     def _mru(self, node: Node) -> Key:
         return 0, -node.cells[self.time]
 
-    _filo = _mru  # of creations
+    def _filo(self, node: Node) -> Key:
+        return 0, -node.cells[self.time]
 
     def _priority(self, node: Node) -> Key:
         return node.cells[self.facts.priority], node.cells[self.time]

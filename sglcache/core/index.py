@@ -14,7 +14,9 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from mypy_extensions import mypyc_attr
 
 from sglcache.core import hashing, journal
 from sglcache.core.companions import PRUNED, Companions, Need
@@ -66,7 +68,8 @@ from sglcache.units import LeaseId, SessionId, TicketId, Tier
 from sglcache.wire.control import Extension
 
 _new = tuple.__new__  # of what every request is answered with: a NamedTuple's own is a Python function around this
-DEVICE, HOST = 0, 1  # Full's cells have their tiers' numbers; a companion's are T, 2T, ... further on, T tiers each
+DEVICE: Final = 0  # Full's cells have their tiers' numbers; a companion's are T, 2T, ... further on, T tiers each
+HOST: Final = 1
 TIERS = tuple(Tier)
 MAX_EVENTS_AHEAD = 1 << 16  # tickets reported done before their command came
 STALE_EVENTS = 256
@@ -291,6 +294,7 @@ COUNTERS = (
 )
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Index:
     """The radix cache of one rank."""
 
@@ -539,7 +543,7 @@ class Index:
         end -= end % page_bytes
         space = self.tree.spaces.get(namespace)
         path: list[Node] = []
-        partial = None
+        partial: Node | None = None
         at = 0
         if space is not None and end:
             path, partial, at = self._match(space.root, tokens, end)

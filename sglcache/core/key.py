@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from sglcache.errors import BadRequest
 
-TOKEN_BYTES = 4
+TOKEN_BYTES: Final = 4
 _UINT32 = np.dtype("<u4")
 FEW = 16  # tokens that are packed faster without an array: of a step that decodes, for each request
 
@@ -71,7 +71,7 @@ class Keys:
         return pairs.tobytes()
 
 
-def pack(tokens: object) -> bytes:
+def pack(tokens: Any) -> bytes:
     """Token ids as packed uint32 little-endian. `BadRequest` for an id outside uint32 or something not integral."""
     if isinstance(tokens, bytes):
         if len(tokens) % TOKEN_BYTES:

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from sglcache.core.departures import Cause
 from sglcache.core.effects import Cancel, Fetch, Grant, Prefetched, Probe, Result, Run, Store
 from sglcache.core.key import Namespace
@@ -213,6 +215,7 @@ class Prefetch:
     behind: list[Prefetch] = field(default_factory=list)  # those that wait so for this one
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class L3:
     """The third tier of one index."""
 

@@ -171,6 +171,9 @@ class Line:
         yield from self.extends
         yield from self.acquires
 
+    def __contains__(self, standing: object) -> bool:
+        return any(each is standing for each in self)
+
     def firsts(self) -> list[Standing]:
         """The first of each tenant, in the order in which they are served: extends, then acquires of those tenants
         that have no extend in line."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-SLOT_BYTES = 4
+SLOT_BYTES: Final = 4
 CRUMB_BYTES = 64 * SLOT_BYTES  # shorter runs are joined: a stack of them would cost a step each
 
 

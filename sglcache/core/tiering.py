@@ -21,7 +21,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from mypy_extensions import mypyc_attr
 
 from sglcache.core.departures import NOBODY, Cause
 from sglcache.core.effects import Copy
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
     from sglcache.core.index import Index
     from sglcache.core.tree import Node
 
-DEVICE, HOST = 0, 1
-WRITING = 1 << HOST  # the bit of `Node.writing`
+DEVICE: Final = 0
+HOST: Final = 1
+WRITING: Final = 1 << HOST  # the bit of `Node.writing`
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 RETRIES = 4  # backups tried again by one slice
 LOOK = 64  # children looked at for whether a node is a leaf
@@ -65,6 +68,7 @@ class WritePolicy:
 WRITE_THROUGH = WritePolicy()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Backups:
     """Copies from the device to the host of one index."""
 

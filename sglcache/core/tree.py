@@ -64,6 +64,7 @@ class Node:
         "was",
         "writing",
     )
+    __deletable__ = ("ahead", "behind")
 
     _text: bytes
     _skip: int

@@ -26,6 +26,18 @@ def tokens(*ids: int) -> bytes:
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
+class Stepped(Index):
+    """An index that knows what its steps came to."""
+
+    def __init__(self, config: IndexConfig) -> None:
+        super().__init__(config)
+        self.steps: list[bool] = []
+
+    def step(self) -> bool:
+        self.steps.append(super().step())
+        return self.steps[-1]
+
+
 class World:
     """An owner of a small index, and a diary of all that it let out, in order."""
 
@@ -34,7 +46,7 @@ class World:
         self.copies: list[Copy] = []
         self.batches: list[tuple[int, bytes]] = []
         numbers = Numbers(folder / "state.json", lambda: 1_000, stride=stride)
-        index = Index(IndexConfig(**{"page_size": 1, "num_pages": PAGES, "first_seq": numbers.first, **config}))
+        index = Stepped(IndexConfig(**{"page_size": 1, "num_pages": PAGES, "first_seq": numbers.first, **config}))
         self.owner = Owner(
             index,
             asyncio.get_running_loop(),
@@ -255,18 +267,11 @@ def test_the_loop_sleeps_while_who_waits_for_room_waits_for_a_copy(tmp_path: Pat
         world.owner.end_turn()
         await turns()
         world.take()
-        steps: list[bool] = []
-        step = world.index.step
-
-        def counted() -> bool:
-            steps.append(step())
-            return steps[-1]
-
-        world.index.step = counted  # type: ignore[method-assign]
+        world.index.steps.clear()
         assert world.index.acquire(world.session, 99, tokens(*range(100, 104))) is None
         world.owner.end_turn()
         await turns(50)
-        assert steps == [False]
+        assert world.index.steps == [False]
         assert world.take() == []
         world.owner.copied(world.copies[0].ticket, True)
         await turns()
