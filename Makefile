@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP := .venv/.installed-$(or $(TORCH),auto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve demo test daemons metrics models survive torture check format bench smoke package interop browser clean
+.PHONY: help install serve demo test pure daemons metrics models survive torture check format bench smoke package interop browser clean
 
 help: ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,7 +24,7 @@ install: ## make .venv, or mend it
 	@rm -f .venv/.installed-*
 	@touch $(STAMP)
 
-$(STAMP): pyproject.toml deploy/constraints.txt scripts/install.sh
+$(STAMP): pyproject.toml setup.py deploy/constraints.txt scripts/install.sh
 	@$(MAKE) --no-print-directory install
 
 serve: $(STAMP) ## run the daemon: make serve ARGS="--set pool.page_size=64"
@@ -35,6 +35,9 @@ demo: $(STAMP) ## a daemon, a small model, and a conversation that outlives its 
 
 test: $(STAMP) ## the tests that need no GPU, no models or programs of others, and few daemons
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+pure: $(STAMP) ## the core as it is written, not compiled: its laws, its instructions, bugs planted in it
+	@SGLCACHE_PURE=1 $(BIN)/python -m pytest -m 'pure or core' tests -n auto --dist loadfile $(ARGS)
 
 check: $(STAMP) ## format, lint, types, layers: what CI holds
 	$(BIN)/ruff format --check .
@@ -84,5 +87,6 @@ browser: $(STAMP) ## the page, in headless Chromium, which it installs on Debian
 
 clean: ## remove what the other targets made
 	rm -rf .venv .venv-browser .venv-interop .venv-package .venv-peers .bench build dist *.egg-info
+	rm -f sglcache__mypyc.*.so sglcache/core/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find sglcache tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@
 #                     address pytorch.org gives under "Get started". Without it pip's sources decide, and on
 #                     x86-64 the plain package of the default one is the CUDA build: it works, and is some gigabytes
 #   PYTHON=...        the Python to build the environment from (3.11 or later)
+#   SGLCACHE_PURE=1   leave the core as it is written: pure Python
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -59,8 +60,14 @@ cuda)
     exit 1
     ;;
 esac
-echo "install: sglcache and its tools"
-"${pip[@]}" install -qq --editable '.[dev]'
+echo "install: sglcache and its tools; the core is compiled where there is a C compiler, which takes a minute"
+# What it is built with is among its tools: an environment of the build's own would install it once more.
+"$venv/bin/python" -c '
+import tomllib
+print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]))' |
+    "${pip[@]}" install -qq -r /dev/stdin
+"${pip[@]}" install -qq --no-build-isolation --editable '.[dev]'
 
 have=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')
+echo "install: the core is $("$venv/bin/python" -c 'from sglcache.compiled import FORM; print(FORM)')"
 echo "install: $venv is ready: $("$venv/bin/python" -V), torch $have ($want wanted)"

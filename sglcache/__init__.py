@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglcache import compiled as compiled  # before anything of the core is imported
 from sglcache.errors import SglcacheError
 
 if TYPE_CHECKING:

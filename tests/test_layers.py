@@ -23,10 +23,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sglcache"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BOTTOM = {"errors", "units", "config", "wire"}
+BOTTOM = {"compiled", "errors", "units", "config", "wire"}
 MIDDLE = {"memory", "storage", "net"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": {"client", "errors", "units"},
+    "__init__": {"client", "compiled", "errors", "units"},
+    "compiled": set(),
     "errors": set(),
     "units": set(),
     "paths": {"errors"},
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 PURE = {
     "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "enum", "functools", "hashlib", "heapq",
     "itertools", "math", "operator", "struct", "types", "typing",
-    "msgspec", "mypy_extensions", "numpy", "ormsgpack", "xxhash",
+    "librt", "msgspec", "mypy_extensions", "numpy", "ormsgpack", "xxhash",
 }  # fmt: skip
 
 # Third-party packages that have one home. Elsewhere they would bring their start-up time and their kind of failure.

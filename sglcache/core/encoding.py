@@ -16,8 +16,12 @@ import msgspec
 import numpy as np
 import ormsgpack
 
+from sglcache.compiled import FORM
 from sglcache.core.key import TOKEN_BYTES, Namespace
 from sglcache.errors import ConfigError
+
+if FORM.compiled:
+    from sglcache.core import packing
 
 pack_value = msgspec.msgpack.Encoder().encode
 _FLOAT = struct.Struct(">Bd")
@@ -29,6 +33,8 @@ _PAIR = np.dtype([("head", "u1"), ("first", _WORD), ("second", _WORD)])
 
 def pack_tokens(text: bytes, start: int, stop: int) -> bytes:
     """uint32 little-endian [n], `text[start:stop]`, to a msgpack array of n integers."""
+    if FORM.compiled:
+        return packing.pack_tokens(text, start, stop)
     return ormsgpack.packb(np.frombuffer(text, "<u4", (stop - start) // TOKEN_BYTES, start), option=_NUMPY)
 
 

@@ -358,7 +358,7 @@ if child == 0:
         except FileNotFoundError:
             pass
     said.append(names)
-    said.append('sglcache' in open('/proc/self/maps').read())
+    said.append('memfd:' in open('/proc/self/maps').read())
     os.write(writer, json.dumps(said).encode())
     os._exit(0)
 os.waitpid(child, 0)

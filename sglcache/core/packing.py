@@ -1,0 +1,44 @@
+"""Tokens as msgpack, where the core is compiled: a loop that becomes a few instructions a token.
+
+It is for numbers that wrap at 64 bits, as they do in C, and not to be run as it is written.
+"""
+
+from __future__ import annotations
+
+from librt.strings import BytesWriter, read_i32_le, write_i16_be, write_i32_be, write_i64_be
+from mypy_extensions import i16, i32, i64, u8
+
+
+def pack_tokens(text: bytes, start: int, stop: int) -> bytes:
+    """uint32 little-endian [n], `text[start:stop]`, to a msgpack array of n integers, each as short as it can be."""
+    out = BytesWriter()
+    at: i64 = start
+    end: i64 = stop
+    count = (end - at) // 4
+    if count < 1 << 4:
+        out.append(u8(0x90 | count))
+    elif count < 1 << 16:
+        out.append(0xDC)
+        write_i16_be(out, i16(count))
+    else:
+        out.append(0xDD)
+        write_i32_be(out, i32(count))
+    size: i64 = len(out)
+    while at < end:
+        token = i64(read_i32_le(text, at)) & 0xFFFFFFFF
+        at += 4
+        if token < 1 << 8:  # of a text hardly any
+            if token >= 1 << 7:
+                out.append(0xCC)
+                size += 1
+            out.append(u8(token))
+            size += 1
+            continue
+        # Three bytes or five, which no processor guesses: both are made, and eight written, without a branch.
+        long = (0xFFFF - token) >> 63  # all ones: five
+        short_form = (0xCD << 16 | token) << 40
+        long_form = (0xCE << 32 | token) << 24
+        write_i64_be(out, (short_form & ~long) | (long_form & long))
+        size += 3 - 2 * long
+        out.truncate(size)
+    return out.getvalue()

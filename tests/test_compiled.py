@@ -1,0 +1,123 @@
+"""Which form of the core a process has, where it is wanted, missing or too old; and that there is a compiled one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from sglcache import compiled
+from sglcache.core import encoding
+from sglcache.core.key import TOKEN_BYTES
+
+ROOT = Path(__file__).parents[1]
+
+
+def can_compile() -> bool:
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return shutil.which(compiler) is not None and headers.exists()
+
+
+def test_it_is_compiled_wherever_that_can_be_done() -> None:
+    if compiled.pure_wanted() or not can_compile():
+        assert not compiled.FORM.compiled
+    else:
+        assert compiled.FORM.compiled, f"the core is {compiled.FORM}; make install"
+
+
+@pytest.mark.parametrize("module", compiled.MODULES)
+def test_it_is_all_of_them_or_none(module: str) -> None:
+    file = importlib.import_module(module).__file__
+    assert file is not None
+    assert file.endswith(".so") is compiled.FORM.compiled
+
+
+def test_each_can_be_imported_first() -> None:
+    """What a compiled module names of another must be there by then: nothing looks whether it is."""
+    program = """
+import os, sys
+import sglcache, sglcache.compiled, msgspec, numpy, ormsgpack, xxhash
+for module in sglcache.compiled.MODULES:
+    if not (pid := os.fork()):
+        __import__(module)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        print(module)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def said(**environment: str) -> str:
+    """What a process of its own says of itself."""
+    program = "from sglcache import compiled; import sglcache.core.index as i; print(compiled.FORM.name, i.__file__)"
+    env = {key: value for key, value in os.environ.items() if key != compiled.VARIABLE} | environment
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_process_has_what_its_environment_wants() -> None:
+    assert said(SGLCACHE_PURE="1") == f"pure {ROOT / 'sglcache/core/index.py'}\n"
+    if compiled.FORM.compiled:
+        assert said() == said(SGLCACHE_PURE="0") == said(SGLCACHE_PURE="") == f"compiled {_index()}\n"
+
+
+def _index() -> str | None:
+    return importlib.import_module("sglcache.core.index").__file__
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One in which all was compiled just now."""
+    monkeypatch.delenv(compiled.VARIABLE, raising=False)
+    monkeypatch.setattr(compiled, "ROOT", str(tmp_path))
+    for module in compiled.MODULES:
+        file = Path(compiled.source(module))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (1000, 1000))
+    Path(compiled.library()).touch()
+    (tmp_path / "setup.py").touch()
+    assert compiled.form() == compiled.Form(True)
+    return tmp_path
+
+
+def test_a_source_that_is_younger_leaves_all_of_it_aside(checkout: Path) -> None:
+    os.utime(compiled.source("sglcache.core.tree"))
+    os.utime(compiled.library(), (1001, 1001))
+    assert compiled.form().why.startswith("sglcache.core.tree was changed since it was compiled; ")
+
+
+def test_where_it_is_installed_for_good_nobody_looks_at_times(checkout: Path) -> None:
+    """They are of the installation, in any order."""
+    (checkout / "setup.py").unlink()
+    os.utime(compiled.library(), (1, 1))
+    assert compiled.form().compiled
+
+
+def test_what_was_not_built_is_not_there(checkout: Path) -> None:
+    os.unlink(compiled.library())
+    assert compiled.form() == compiled.Form(False, compiled.NOT_BUILT)
+
+
+def test_a_wish_comes_first(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiled.VARIABLE, "1")
+    assert compiled.form() == compiled.Form(False, "SGLCACHE_PURE is set")
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 65535, 65536])
+@pytest.mark.parametrize("end", [1 << 7, 1 << 8, 257, 1 << 16, 65537, 150_000, 1 << 32])
+def test_tokens_are_packed_as_msgpack_has_them(count: int, end: int) -> None:
+    """By the loop where it is compiled, else by a library: the same bytes."""
+    tokens = np.random.default_rng(count).integers(max(0, end - 300), end, count).astype("<u4")
+    text = b"before__" + tokens.tobytes() + b"behind"
+    packed = encoding.pack_tokens(text, 8, 8 + count * TOKEN_BYTES)
+    assert packed == msgspec.msgpack.encode(tokens.tolist())
