@@ -7,11 +7,25 @@ from typing import Any
 
 import pytest
 
+from sglcache.compiled import FORM
 from sglcache.testing.daemon import Daemon, until
 
 MOST = 4  # daemons on the shelf: an idle one costs in two minutes what its start would
 
 Lend = Callable[..., Daemon]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the core's tests their mark, and leave to `make pure` what a compiled core can't have."""
+    for item in items:
+        if "core" in item.path.parent.parts[-1:]:
+            item.add_marker("core")
+    if FORM.compiled:
+        can_not = [item for item in items if item.get_closest_marker("pure") is not None]
+        if can_not:
+            config.hook.pytest_deselected(items=can_not)
+            items[:] = [item for item in items if item.get_closest_marker("pure") is None]
 
 
 @pytest.fixture(scope="module", autouse=True)

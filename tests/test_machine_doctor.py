@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglcache import cli, config, errors
+from sglcache import cli, compiled, config, errors
 from sglcache.client.doctor.finding import Finding
 from sglcache.commands import machine_checks as checks
 from sglcache.commands.machine_facts import Attached, Facts, Port, Socket, gather
@@ -41,6 +41,19 @@ def running(**more: Any) -> dict[str, Any]:
 CASES = {
     "python is too old": Case(checks.python, {"python": (3, 10, 4)}, "failed", "3.10.4; make the environment"),
     "python is well": Case(checks.python, {"python": (3, 12, 1)}, "ok", "3.12.1"),
+    "a core that was not compiled": Case(
+        checks.core, {"core": compiled.Form(False, compiled.NOT_BUILT)}, "warning", "takes twice the time: it was not"
+    ),
+    "a core that was changed": Case(
+        checks.core,
+        {"core": compiled.Form(False, "sglcache.core.tree was changed since it was compiled; `make install` does it")},
+        "warning",
+        "since it was compiled; `make install`",
+    ),
+    "a core that is wanted pure": Case(
+        checks.core, {"core": compiled.Form(False, "SGLCACHE_PURE is set")}, "ok", "pure Python: SGLCACHE_PURE is set"
+    ),
+    "a core that is compiled": Case(checks.core, {}, "ok", "compiled"),
     "a kernel without pidfds": Case(checks.kernel, {"kernel": "4.18.0-el8"}, "failed", "update it"),
     "a kernel that knows no peer's pidfd": Case(checks.kernel, {"kernel": "5.15.0"}, "warning", "--pid"),
     "cuda is asked for": Case(

@@ -1,8 +1,9 @@
 """How many of the interpreter's instructions a request takes in the index: what can be held without a clock.
 
-The index is Python, and where nothing is hashed or encoded nine tenths of its time are the interpreter's. So this count
-goes with the time, and unlike it is the same on every machine with the same minor version of Python. What C does
-meanwhile (hashes, encodings, comparisons) is not in it: `bench index` has the time of all.
+As it is written, not compiled, the index is Python, and where nothing is hashed or encoded nine tenths of its time are
+the interpreter's. So this count goes with the time, and unlike it is the same on every machine with the same minor
+version of Python. What C does meanwhile (hashes, encodings, comparisons) is not in it: `bench index` has the time of
+all.
 
 Prompts are drawn by a seed: all begin alike, a third goes on where one before it ended, the others are new; the pool is
 small, so that each request evicts about as much as it brings. Growth is counted in the indexes of `bench match`.
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from sglcache.bench import match
-from sglcache.bench.harness import Row
+from sglcache.bench.harness import BenchError, Row
 from sglcache.bench.index import Driver
+from sglcache.compiled import FORM, VARIABLE
 from sglcache.core.effects import Grant, Wake
 from sglcache.core.index import Index, IndexConfig
 
@@ -64,7 +66,14 @@ def counted(call: Callable[..., T], *args: Any) -> tuple[int, T]:
 
 
 def run(options: Options) -> Row:
-    """Instructions a request, part by part; and for each page of a match, by how many pages are cached."""
+    """Instructions a request, part by part; and for each page of a match, by how many pages are cached.
+
+    BenchError: the core is compiled, and takes none.
+    """
+    if FORM.compiled:
+        raise BenchError(
+            f"instructions of Python are counted, and the core is compiled; {VARIABLE}=1 sglcache bench count"
+        )
     row: Row = {
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "page_size": options.page_size,

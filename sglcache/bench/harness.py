@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sglcache.compiled import FORM
 from sglcache.errors import SglcacheError
 
 A = TypeVar("A")
@@ -153,6 +154,7 @@ def run_ours(command: Sequence[str], timeout_s: float = 1800.0, env: Mapping[str
 def facts() -> Row:
     """The machine, the versions and the commit, and how busy the machine was: no figure goes without them."""
     return {
+        "core": FORM.name,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "cpu": _cpu(),

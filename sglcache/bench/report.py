@@ -116,11 +116,12 @@ def machine(results: Results) -> Table:
     loads = [load for case in results.cases.values() for load in case.load_average]
     seconds = sum(case.seconds for case in results.cases.values())
     ours = ", ".join(f"{name} {version}" for name, version in it.get("versions", {}).items())
+    core = f"the core {it['core']}, " if "core" in it else ""
     rows: list[tuple[str, ...]] = [
         ("when", f"{results.started}, {seconds / 60:.0f} minutes, size {results.size}"),
         ("machine", f"{it['cpu']}, {it['cores']} cores, {it['memory_gib']} GiB, {it['system']}"),
         ("load average", f"{min(loads):.1f} to {max(loads):.1f}" if loads else "–"),
-        ("ours", f"commit {it['commit']}, {it['python']}, {ours}"),
+        ("ours", f"commit {it['commit']}, {it['python']}, {core}{ours}"),
         ("peers", ", ".join(f"{name} {version}" for name, version in results.peers.items()) or "none"),
         ("trace", results.trace),
     ]

@@ -26,6 +26,7 @@ from sglcache.bench import flame
 from sglcache.bench import trace as traces
 from sglcache.bench.cases import Case, Kind, Side
 from sglcache.bench.harness import BenchError, Row, facts, run_json
+from sglcache.compiled import VARIABLE
 from sglcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -399,7 +400,8 @@ def _flames(options: Options, results: Results, wanted: Sequence[Case], trace: s
             words = [sys.executable, "-m", "sglcache", "bench", *case.sides[0].words, *more]
         spy = [str(profiler), "record", "-f", "raw", "-F", "-r", "250", "-o", str(raw), "--subprocesses", "--", *words]
         try:
-            done = subprocess.run(spy, capture_output=True, text=True, timeout=RUN_S, check=False)
+            env = {**os.environ, VARIABLE: "1"}  # a compiled function is no frame of Python's
+            done = subprocess.run(spy, env=env, capture_output=True, text=True, timeout=RUN_S, check=False)
             tree = flame.fold(raw.read_text(), root)
         except (OSError, subprocess.TimeoutExpired) as exc:
             _note(results, f"flame graph of {case.name}: {exc}")

@@ -20,6 +20,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.pure
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="each minor version of Python has instructions of its own")
 @pytest.mark.parametrize(("page_size", "events"), list(BOUNDS))
 def test_a_request_takes_no_more_instructions_than_it_did(page_size: int, events: bool) -> None:
@@ -28,6 +29,7 @@ def test_a_request_takes_no_more_instructions_than_it_did(page_size: int, events
     assert 0.8 * BOUNDS[page_size, events] < row["total"] <= BOUNDS[page_size, events], row
 
 
+@pytest.mark.pure
 def test_a_page_of_a_match_takes_as_many_in_a_large_index_as_in_a_small_one() -> None:
     row = count.run(count.Options(requests=20, pages=(2_000, 50_000)))
     small, large = row["sizes"]

@@ -193,6 +193,7 @@ BUGS: dict[str, tuple[Any, str, str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, old, new, fixed = BUGS[bug]

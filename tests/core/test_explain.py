@@ -245,6 +245,7 @@ def test_the_ring_is_bounded_and_says_how_far_back_it_reaches() -> None:
     assert ring.num_bytes <= 1500
 
 
+@pytest.mark.pure
 def test_off_nothing_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: object) -> None:
         raise AssertionError("called, and it is off")

@@ -198,6 +198,7 @@ BUGS: dict[Callable[[pytest.MonkeyPatch], None], dict[str, Any]] = {
 }
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_caught(bug: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)

@@ -1436,6 +1436,7 @@ def caught(planted: Mutation) -> tuple[int, BaseException] | None:
     return None
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
 def test_planted_bug_is_caught(planted: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     for edit in planted.edits:

@@ -437,6 +437,7 @@ def test_two_namespaces_that_routers_can_t_tell_apart_are_not_both_told() -> Non
     assert [event["type"] for event in events(index)] == ["AllBlocksCleared", "BlockStored"]
 
 
+@pytest.mark.pure
 def test_what_can_t_be_encoded_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of(Format())
     events(index)

@@ -313,6 +313,7 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("planted", MUTATIONS, ids=lambda m: m.name.replace(" ", "-"))
 def test_planted_bug_is_caught(planted: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, planted.owner, planted.method, planted.old, planted.new)
