@@ -786,9 +786,10 @@ def version(as_json: bool) -> int:
 
     number = importlib.metadata.version("sglcache")
     if as_json:
+        from sglcache.compiled import FORM
         from sglcache.wire import control
 
-        emit({"version": number, "protocol": control.PROTOCOL})
+        emit({"version": number, "protocol": control.PROTOCOL, "core": FORM.name})
     else:
         click.echo(number)
     return 0

@@ -27,6 +27,16 @@ def python(facts: Facts) -> Iterator[Finding]:
         yield ok("python", f"{version}, sglcache {facts.version}, protocol {facts.protocol}")
 
 
+def core(facts: Facts) -> Iterator[Finding]:
+    """Which form of it runs; a wish for the slow one is no fault."""
+    form = facts.core
+    reason, _, remedy = form.why.partition("; ")
+    if form.compiled or not remedy:
+        yield ok("core", str(form))
+    else:
+        yield warning("core", f"pure Python, which takes twice the time: {reason}", remedy)
+
+
 def kernel(facts: Facts) -> Iterator[Finding]:
     version = tuple(int(part) for part in facts.kernel.split("-")[0].split(".")[:2] if part.isdigit())
     if version < PIDFD_KERNEL:
@@ -331,7 +341,8 @@ def served(facts: Facts) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    python, kernel, torch, configuration, memory, kept, limits, ports, folder, clock, disk, routers, daemon, served,
+    python, core, kernel, torch, configuration, memory, kept, limits, ports, folder, clock, disk, routers, daemon,
+    served,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from sglcache import paths, ranks
 from sglcache.client import Client
 from sglcache.client.discovery import Source, ask_json
 from sglcache.client.doctor import ports
+from sglcache.compiled import COMPILED, FORM, Form
 from sglcache.config import Config
 from sglcache.errors import NotInstalled, SglcacheError
 from sglcache.net import endpoints
@@ -79,6 +80,7 @@ class Facts:
     kernel: str = "6.8.0"
     version: str = "0"
     protocol: int = control.PROTOCOL
+    core: Form = COMPILED
     packages: Mapping[str, str | None] = field(default_factory=dict)  # versions of the optional ones
     torch_cuda: str | None = None  # the CUDA that torch was built for
     driver: str | None = None  # NVIDIA's
@@ -144,6 +146,7 @@ def _machine() -> dict[str, Any]:
         "executable": sys.executable,
         "kernel": platform.release(),
         "version": importlib.metadata.version("sglcache"),
+        "core": FORM,
         "protocol": control.PROTOCOL,
         "packages": {name: _installed(name) for name in PACKAGES},
         "torch_cuda": _torch_cuda(),
