@@ -250,7 +250,9 @@ def test_a_next_life_that_finds_the_card_full_says_so_and_comes_once_it_is_not(w
             check(world.port, again, TOKENS, host_tokens=len(TOKENS))
 
 
-def test_a_next_life_on_a_card_that_the_runner_does_not_see_is_told_and_can_be_left(world: World, tmp_path: Path) -> None:
+def test_a_next_life_on_a_card_that_the_runner_does_not_see_is_told_and_can_be_left(
+    world: World, tmp_path: Path
+) -> None:
     world.need(cards=2)
     soft = world.only_software()
     tokens = f"list(range({8 * P}))"
@@ -266,7 +268,9 @@ def test_a_next_life_on_a_card_that_the_runner_does_not_see_is_told_and_can_be_l
                     puppet.do("cache.reattach()")
         with world.daemon(tmp_path, **SMALL):
             puppet.do("cache.reattach(); lease = cache.acquire([*range(32)])")
-            puppet.do("contents = Contents(cache, port.layers); contents.write(lease, ids(0, 32), 0, 32); lease.commit()")
+            puppet.do(
+                "contents = Contents(cache, port.layers); contents.write(lease, ids(0, 32), 0, 32); lease.commit()"
+            )
             puppet.do("contents.check_pages('written', lease, ids(0, 32), 32); lease.release(wait=True)")
 
 
