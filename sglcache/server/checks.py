@@ -21,9 +21,10 @@ from sglcache.core import invariants
 from sglcache.core.index import DEVICE, HOST, Index
 from sglcache.core.restore import NOBODY
 from sglcache.memory.journal import Journal
+from sglcache.memory.pools import Pool
 
 if TYPE_CHECKING:
-    from sglcache.memory.pools import DevicePool, Pool, Pools
+    from sglcache.memory.pools import DevicePool, Pools
     from sglcache.server.rank import Rank
     from sglcache.server.sessions import Member, Sessions
     from sglcache.server.third import ThirdTier
