@@ -82,9 +82,10 @@ class Cards:
         for. (A load of a daemon that lives ends, whoever is gone, and the others are given up.)
         """
         with contextlib.suppress(CudaError):  # of a context that is broken nothing is done any more
-            for device, stream in self._streams().items():
+            streams = self._streams()
+            for device in self.devices:
                 with self._driver.on(device):
-                    self._driver.synchronize(stream)
+                    self._driver.synchronize(streams[device])
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -124,10 +125,11 @@ class Cards:
         if self._watch is None:
             self._watch = _Watch(sock, self._loads)
         self._watch.add(words, generation)
-        for device, stream in self._streams().items():
+        streams = self._streams()
+        for device in self.devices:
             with self._driver.on(device):
                 for word in words:
-                    self._driver.wait_value(stream, self._loads_at + word * WORD_BYTES, generation)
+                    self._driver.wait_value(streams[device], self._loads_at + word * WORD_BYTES, generation)
 
     def _torchs(self) -> dict[int, int]:
         with extras():

@@ -49,6 +49,12 @@ BESIDE_REPLAY = ("--replay", "--indexer", "--keep", "--json")
     f"{DEFAULT_KIND}]",
 )
 @click.option(
+    "--device",
+    type=click.Choice(("cpu", "cuda")),
+    help="Where the device pools are; by default as configured. cuda: on the first card, although this version's code "
+    "for cards has not run on one.",
+)
+@click.option(
     "--faults",
     "names",
     default="all",
@@ -87,6 +93,7 @@ def torture(
     seed: int | None,
     file: Path | None,
     kind: str | None,
+    device: str | None,
     names: str,
     rate: float,
     kills: int | None,
@@ -130,7 +137,7 @@ def torture(
         seed = secrets.randbits(32) if seed is None else seed
         options = run.Options(
             seed=seed,
-            config=_config(file, kind or DEFAULT_KIND, seed, workers, ranks),
+            config=_config(file, kind or DEFAULT_KIND, seed, workers, ranks, device),
             seconds=run.SECONDS if seconds is None and kills is None else seconds,
             num_runners=num_runners,
             faults=schedule.chosen(names, tuple(faults.BY_NAME)),
@@ -172,7 +179,9 @@ def _given() -> list[str]:
     ]
 
 
-def _config(file: Path | None, kind: str, seed: int, workers: int | None, ranks: str | None) -> dict[str, Any]:
+def _config(
+    file: Path | None, kind: str, seed: int, workers: int | None, ranks: str | None, device: str | None
+) -> dict[str, Any]:
     """As a file has it. ConfigError; UsageError: --ranks is not two numbers."""
     if file is not None:
         data = configs.load(file).model_dump(mode="json", exclude_unset=True)
@@ -185,6 +194,10 @@ def _config(file: Path | None, kind: str, seed: int, workers: int | None, ranks:
         if not (x and dp_size.isdecimal() and pp_size.isdecimal()):
             raise click.UsageError(f"--ranks {ranks}: write DPxPP, such as 2x1")
         data["parallel"] = {**data.get("parallel", {}), "dp_size": int(dp_size), "pp_size": int(pp_size)}
+    if device == "cuda":
+        return daemons.on_cards(data, seed)
+    if device is not None:
+        data.setdefault("pool", {})["device"] = device
     return data
 
 

@@ -183,7 +183,7 @@ def open_pool(driver: LibCuda, handle: control.CudaPoolHandle | control.CudaIpcH
     """
     if len(handle.device_uuid) != UUID_BYTES:
         raise ProtocolError(f"a device's UUID has {UUID_BYTES} bytes, not {len(handle.device_uuid)}")
-    if handle.num_bytes < 1:
+    if handle.num_bytes < 0:  # where no layer keeps every token there are none
         raise ProtocolError(f"a pool of {handle.num_bytes} bytes")
     device = driver.device_of(handle.device_uuid)
     with driver.on(device):

@@ -46,6 +46,7 @@ FIRE_S = 2.0  # that an order has to meet its point; then it is done wherever th
 LATER_S = 3.0  # that a failed copy may be heard of after it
 KEPT = 0.5  # of the host's pages, at least, a next life has; what was under way to or from it may be missing
 FEW = 16  # pages on the host, of which none may have been copied yet
+COPY_S = 5.0  # for a copy to come
 BACK_S = 30.0  # for a rank to serve again
 
 
@@ -339,7 +340,34 @@ class CopiesFail(Fault):
 
     @classmethod
     def possible(cls, torture: Torture) -> str | None:
-        return None if torture.config.host.enabled else "there is no host tier"
+        if torture.config.pool.device != "cpu":
+            return "on a card a copy that fails is a card that is lost"
+        return _without_copies(torture)
+
+
+class CardLost(RankKill):
+    """A copy's call fails, and with it the rank: what its card holds is not known."""
+
+    name, weight = "card-lost", 1
+
+    def do(self) -> str:
+        torture, rank = self.torture, self.draw_rank()
+        row, pid = torture.rank_row(rank), torture.rank_pid(rank)
+        row[Hook.COPIES_FAIL] = 1
+        waited = daemons.waited(lambda: row[Hook.COPIES_FAIL] and not torture.ending.is_set(), COPY_S)
+        row[Hook.COPIES_FAIL] = 0
+        if waited or pid is None:
+            return f"rank {rank} made no copy within {COPY_S:g} s"
+        if not torture.comes_back(rank, pid, BACK_S):
+            torture.fail(f"rank {rank} does not serve {BACK_S:g} s after pid {pid} lost its card")
+        torture.count_life()
+        return f"rank {rank}, pid {pid}"
+
+    @classmethod
+    def possible(cls, torture: Torture) -> str | None:
+        if torture.config.pool.device == "cpu":
+            return "there is no card"
+        return _without_copies(torture)
 
 
 class CopiesStall(Fault):
@@ -359,7 +387,7 @@ class CopiesStall(Fault):
 
     @classmethod
     def possible(cls, torture: Torture) -> str | None:
-        return CopiesFail.possible(torture)
+        return _without_copies(torture)
 
 
 class DiskFull(Fault):
@@ -709,10 +737,14 @@ class Subscribers(Fault):
 
 FAULTS: tuple[type[Fault], ...] = (
     RunnerKill, WorkerKill, SchedulerKill, RunnerStop, WorkerStop, RunnerVanish, RankKill, RankDrain, RankStall,
-    SupervisorKill, SupervisorStall, Restart, ClockJump, CopiesFail, CopiesStall, DiskFull, DiskDamage, MasterKill,
-    MasterStop, HelperKill, HelperStop, Hog, BadFrames,
+    SupervisorKill, SupervisorStall, Restart, ClockJump, CopiesFail, CardLost, CopiesStall, DiskFull, DiskDamage,
+    MasterKill, MasterStop, HelperKill, HelperStop, Hog, BadFrames,
     Disconnects, EvictSession, Tenants, Clear, Announce, ReplayStorm, Subscribers,
 )  # fmt: skip
 """In the order in which they are told of. A new one is added here, and is one."""
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+def _without_copies(torture: Torture) -> str | None:
+    return None if torture.config.host.enabled else "there is no host tier"

@@ -1,7 +1,7 @@
 """How a tortured daemon's ranks are started: as the supervisor ever does, with seams that a fault may open.
 
     the clock          Owner's, and the one that sequence numbers begin with: off by as much as the board says
-    copies             a piece of a copy fails, or stands still for a while
+    copies             a piece of a copy fails, or stands still for a while; on a card that fails, it is lost
     the third tier     a write of a file fails, as of a disk that is full
 
 What is opened when is in the rank's row of the board; a row of zeros changes nothing.
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from sglcache.memory import cpu_engine
+from sglcache.memory.cuda_driver import CudaError, LibCuda
 from sglcache.server import owner, rank
 from sglcache.storage import disk
 from sglcache.torture.board import Board, Hook, Row
 
 STEP_S = 0.005
+LET_FAIL = "the torture lets this copy fail"
 
 
 def open_seams(row: Row) -> None:
@@ -44,10 +46,21 @@ def open_seams(row: Row) -> None:
         if row[Hook.COPIES_FAIL] > 0:
             row[Hook.COPIES_FAIL] -= 1
             row[Hook.FAILED] += 1
-            raise OSError("the torture lets this copy fail")
+            raise OSError(LET_FAIL)
         staging = move(*arguments)
         stand_still(1)
         return staging
+
+    copy = LibCuda.copy
+
+    def tortured_copy(self: LibCuda, *arguments: Any) -> None:
+        stand_still(0)
+        if row[Hook.COPIES_FAIL] > 0:
+            row[Hook.COPIES_FAIL] -= 1
+            row[Hook.FAILED] += 1
+            raise CudaError(LET_FAIL, call="copy")
+        copy(self, *arguments)
+        stand_still(1)
 
     write = disk.Disk.write
 
@@ -60,6 +73,7 @@ def open_seams(row: Row) -> None:
         (rank, "Owner", TorturedOwner),
         (rank, "_clock_us", lambda: int(now() * 1e6)),
         (cpu_engine, "move", tortured_move),
+        (LibCuda, "copy", tortured_copy),
         (disk.Disk, "write", tortured_write),
     ):
         setattr(module, name, seam)

@@ -15,10 +15,10 @@ import signal
 import socket as sockets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from sglcache.errors import (
     TransferError,
     Unavailable,
 )
+from sglcache.testing.cards import Port
 from sglcache.torture.board import Action, Board, Common, Point, Row, Word
 from sglcache.torture.work import Tokens, Work, named
 
@@ -44,6 +45,7 @@ LIVE = 3  # requests of a runner at a time, at most
 PAUSE_S = 0.01
 LINGER_S = 0.3  # that a process lives on, and writes, when its session is over, at most
 SLOW_SHARE, SLOW_S = 16, 0.02  # one run of pages in so many takes so long to write
+LATE_SHARE, LATE_S = 0.3, 0.005  # of writes on cards, and by how much at most
 ATTACH_PAUSE_S = 0.05
 LOST = ("unavailable", "session_ended", "daemon_restarted", "too_slow", "closed")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -51,8 +53,6 @@ POLICIES = (None, "none", "best_effort", "timeout", "wait_complete")
 PIN_TTL_S = 0.5
 WAITS = (0.0, 0.02, 0.5)  # seconds, for room
 SMALL_PAGES, SMALL_PROMPTS, SMALL_BATCH, SMALL_LOOKS = 2, 1024, 64, 0.05
-
-At: TypeAlias = Callable[[Point], None]
 
 
 class Seat(NamedTuple):
@@ -87,6 +87,7 @@ class Desk:
         self.row[Word.PID] = os.getpid()
         self.row[Word.PAUSED] = 0
         self.vanish: Callable[[], None] = lambda: None
+        self.reach: CardReach | None = None  # where pools are on cards
         self._order = int(self.row[Word.ORDER])  # those before are another life's
         self.at(Point.ATTACH)
 
@@ -109,8 +110,47 @@ class Desk:
     def count(self, word: Word, count: int = 1) -> None:
         self.row[word] += count
 
+    def streams(self) -> Mapping[int, int]:
+        """Where the work is of a client whose pools are on cards; only then it is asked."""
+        return self._reached().streams()
+
+    def contents(self, member: Client | Worker) -> Contents:
+        """Of what it maps."""
+        if all(view.device is None for view in member.pools):
+            return Contents(member)
+        return Contents(member, self._reached().layers)
+
+    def _reached(self) -> CardReach:
+        if self.reach is None:
+            self.reach = CardReach()
+        return self.reach
+
+    def linger(self, seconds: float) -> None:
+        """Be slow: kernels are, where there are any."""
+        if self.reach is not None:
+            self.reach.spin(seconds)
+        else:
+            time.sleep(seconds)
+
     def said(self, what: Common) -> bool:
         return bool(self.board.common[what])
+
+
+class CardReach(Port):
+    """Of a process whose pools are on cards: its kernels are late by random times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(os.getpid())
+
+    def spin(self, seconds: float, device: int | None = None) -> None:
+        """On one card, or on all."""
+        for card in self.cards if device is None else [self.cards[device]]:
+            super().spin(seconds, card.device)
+
+    def be_late(self) -> None:
+        if self.rng.random() < LATE_SHARE:
+            self.spin(self.rng.random() * LATE_S, self.rng.randrange(len(self.cards)))
 
 
 class Hands(Protocol):
@@ -140,18 +180,16 @@ class OwnHands:
     def __init__(self, cache: Client, desk: Desk) -> None:
         self.cache = cache
         self.desk = desk
-        self.contents = Contents(cache)
+        self.contents = desk.contents(cache)
 
     def look(self, lease: Lease, ids: Tokens) -> Checked:
-        _wait_loaded(self.cache, lease.load)
-        self.desk.at(Point.LOADED)
-        return self.contents.check_match(lease, ids)
+        return _look(self.desk, self.cache, self.contents, lease.load, lease, ids)
 
     def check(self, lease: Lease, ids: Tokens, upto: int) -> Checked:
         return self.contents.check_pages("committed", lease, ids, upto)
 
     def write(self, lease: Lease, ids: Tokens, start: int, stop: int) -> None:
-        _write(self.contents, self.desk.at, lease, ids, start, stop)
+        _write(self.contents, self.desk, lease, ids, start, stop)
 
     def write_state(self, slot: int, ids: Tokens) -> None:
         self.contents.write_state(slot, ids)
@@ -246,21 +284,34 @@ class WorkersHands:
         return answers
 
 
-def _wait_loaded(member: Client | Worker, load: tuple[int, int] | None) -> None:
-    if load is not None:
-        for layer in range(member.geometry.load_layers):
-            member.wait_loaded(load, layer)
+def _look(
+    desk: Desk, member: Client | Worker, contents: Contents, load: tuple[int, int] | None, table: Any, ids: Tokens
+) -> Checked:
+    """Wait for what is loaded, and check the match. On cards some let their streams wait, and read layer by layer."""
+    layers = range(member.geometry.load_layers) if load is not None else ()
+    on_stream = desk.reach is not None and desk.reach.rng.random() < 0.5
+    for layer in layers:
+        assert load is not None, "it has layers"
+        member.wait_loaded(load, layer, on_stream=on_stream)
+    desk.at(Point.LOADED)
+    try:
+        return contents.check_match(table, ids)
+    finally:
+        if load is not None and on_stream:
+            member.wait_loaded(load)  # of a load that failed the streams have read something else
 
 
-def _write(contents: Contents, at: At, table: Any, ids: Tokens, start: int, stop: int) -> None:
+def _write(contents: Contents, desk: Desk, table: Any, ids: Tokens, start: int, stop: int) -> None:
     """In two halves, so that there is a moment at which a page is half written."""
     middle = (start + stop) // 2
     contents.write(table, ids, start, middle)
-    at(Point.HALF_WRITTEN)
+    desk.at(Point.HALF_WRITTEN)
     if ids[start] % SLOW_SHARE == 0:
-        time.sleep(SLOW_S)
+        desk.linger(SLOW_S)
+    if desk.reach is not None:
+        desk.reach.be_late()
     contents.write(table, ids, middle, stop)
-    at(Point.WRITTEN)
+    desk.at(Point.WRITTEN)
 
 
 class Runner:
@@ -612,9 +663,11 @@ def worker_main(seat: Seat, pipe: Connection, jobs: Connection, shard: int) -> N
                 answer: object = None
                 try:
                     if job == "attach":
-                        worker = stack.enter_context(Worker(arguments[0], shard, seat.socket, name=seat.name))
+                        worker = stack.enter_context(
+                            Worker(arguments[0], shard, seat.socket, name=seat.name, streams=desk.streams)
+                        )
                         desk.vanish = _vanishing(worker)
-                        contents = Contents(worker)
+                        contents = desk.contents(worker)
                     else:
                         assert worker is not None, f"{job} comes before the attach"
                         assert contents is not None, f"{job} comes before the attach"
@@ -637,14 +690,12 @@ def _work(desk: Desk, worker: Worker, contents: Contents, job: str, arguments: l
     match job:
         case "look":
             load, told, ids = arguments
-            _wait_loaded(worker, load)
-            desk.at(Point.LOADED)
-            return contents.check_match(told, ids)
+            return _look(desk, worker, contents, load, told, ids)
         case "check":
             told, ids, upto = arguments
             return contents.check_pages("committed", told, ids, upto)
         case "write":
-            _write(contents, desk.at, *arguments)
+            _write(contents, desk, *arguments)
         case "write_state":
             slot, ids = arguments
             contents.write_state(slot, ids)
@@ -709,7 +760,7 @@ def _attached(seat: Seat, desk: Desk, role: str) -> Iterator[Client]:
     while True:
         desk.row[Word.POINT] = Point.ATTACH
         try:
-            cache = Client(seat.socket, role=role, name=seat.name)
+            cache = Client(seat.socket, role=role, name=seat.name, streams=desk.streams)
             break
         except SglcacheError as error:
             if error.code not in LOST:
