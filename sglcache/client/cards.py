@@ -52,8 +52,8 @@ class Cards:
         ConfigError: this process does not see a pool's card, or has no driver. CudaError.
         """
         self._driver = LibCuda()
+        self._given = streams
         self.check(pools)
-        self._streams = streams or self._torchs
         self._ring = ring
         self._watch: _Watch | None = None
         self.join(pools, loads)
@@ -61,7 +61,7 @@ class Cards:
             self._events_at = self._driver.register(ring.address, ring.num_events * WORD_BYTES)
 
     def check(self, pools: list[CardHandle]) -> None:
-        """ConfigError: this process does not see a pool's card, or its driver is too old."""
+        """ConfigError: this process does not see a pool's card, or its driver is too old, or there is no stream."""
         for handle in pools:
             device = self._driver.device_of(handle.device_uuid)
             if not self._driver.attribute(device, CAN_WRITE_WORDS):
@@ -69,10 +69,17 @@ class Cards:
                     f"card {device}'s driver can't have streams write words (CUDA 11.7 or later); update it",
                     device=device,
                 )
+        devices = self._devices(pools)
+        streams = self._streams(devices)
+        if missing := [device for device in devices if device not in streams]:
+            raise ConfigError(
+                f"`streams` has none of card {missing[0]}, which this client has a pool on; it has {sorted(streams)}",
+                device=missing[0],
+            )
 
     def join(self, pools: list[CardHandle], loads: LoadRingReader) -> None:
         """A life's pools, which were checked, and loads, from now on."""
-        self.devices = sorted({self._driver.device_of(handle.device_uuid) for handle in pools})
+        self.devices = self._devices(pools)
         self._loads = loads
         with self._driver.on(self.devices[0]):
             self._loads_at = self._driver.register(loads.address, loads.num_words * WORD_BYTES)
@@ -82,7 +89,7 @@ class Cards:
         for. (A load of a daemon that lives ends, whoever is gone, and the others are given up.)
         """
         with contextlib.suppress(CudaError):  # of a context that is broken nothing is done any more
-            streams = self._streams()
+            streams = self._streams(self.devices)
             for device in self.devices:
                 with self._driver.on(device):
                     self._driver.synchronize(streams[device])
@@ -104,7 +111,7 @@ class Cards:
     def record(self) -> tuple[int, int]:
         """An event behind all that is in the streams now. Busy: all events are held back."""
         event, generation = self._ring.reserve()
-        streams, first = self._streams(), self.devices[0]
+        streams, first = self._streams(self.devices), self.devices[0]
         for device in self.devices[1:]:
             with self._driver.on(device):
                 end = self._driver.event()
@@ -125,16 +132,27 @@ class Cards:
         if self._watch is None:
             self._watch = _Watch(sock, self._loads)
         self._watch.add(words, generation)
-        streams = self._streams()
+        streams = self._streams(self.devices)
         for device in self.devices:
             with self._driver.on(device):
                 for word in words:
                     self._driver.wait_value(streams[device], self._loads_at + word * WORD_BYTES, generation)
 
-    def _torchs(self) -> dict[int, int]:
+    def _devices(self, pools: list[CardHandle]) -> list[int]:
+        return sorted({self._driver.device_of(handle.device_uuid) for handle in pools})
+
+    def _streams(self, devices: list[int]) -> Mapping[int, int]:
+        """Where the work is now."""
+        if self._given is not None:
+            return self._given()
         with extras():
             import torch
-        return {device: int(torch.cuda.current_stream(device).cuda_stream) for device in self.devices}
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "the pool is on a card, and this process's torch sees none: install torch with CUDA, or say where your "
+                "work is by `streams`"
+            )
+        return {device: int(torch.cuda.current_stream(device).cuda_stream) for device in devices}
 
 
 class _Watch:
