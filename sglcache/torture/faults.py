@@ -586,9 +586,8 @@ class Disconnects(Fault):
             with contextlib.suppress(OSError, SglcacheError):
                 how = self.rng.randrange(3)
                 if how == 2:
-                    client = Client(
-                        path, role=self.rng.choice(("runner", "observer", "scheduler", "admin")), name="passer-by"
-                    )
+                    role = self.rng.choice(("runner", "observer", "scheduler", "admin"))
+                    client = Client(path, role=role, name="passer-by", streams=self.torture.streams)
                     twin = socket.socket(fileno=os.dup(client._connection.fileno()))
                     twin.shutdown(socket.SHUT_RDWR)
                     twin.close()

@@ -31,6 +31,7 @@ from sglcache.client import Client
 from sglcache.client.dynamo import Indexer
 from sglcache.config import parse
 from sglcache.errors import SglcacheError, Unavailable
+from sglcache.testing.cards import Port
 from sglcache.torture import daemon as daemons
 from sglcache.torture.audit import Auditor, Leaks, what_differs
 from sglcache.torture.board import Action, Board, Common, Point, Row, Word
@@ -219,6 +220,7 @@ class Torture:
         self._lock = threading.Lock()  # around excuses, orders and problems; held for nothing that waits
         self._threads: list[threading.Thread] = []
         self._alone = threading.Lock()
+        self._port: Port | None = None
         self._last_fault_at = 0.0
 
     # -- what faults ask for ----------------------------------------------------------------------------------
@@ -251,7 +253,14 @@ class Torture:
             self._rank_lives += 1
 
     def client(self, rank: int, role: str) -> Client:
-        return Client(self.sockets[rank], role=role, name="torture")
+        return Client(self.sockets[rank], role=role, name="torture", streams=self.streams)
+
+    def streams(self) -> Mapping[int, int]:
+        """For clients of this process whose pools are on cards."""
+        with self._lock:
+            if self._port is None:
+                self._port = Port()
+            return self._port.streams()
 
     def goes_on(self, kind: type[Fault], besides: Fault | None = None) -> bool:
         with self._lock:

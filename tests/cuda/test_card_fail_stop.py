@@ -209,6 +209,16 @@ def test_a_runner_that_does_not_see_the_card_is_told(world: World, served: Daemo
     until(lambda: not served.status()["sessions"])
 
 
+def test_a_runner_whose_streams_are_not_known_is_told(world: World, served: Daemon) -> None:
+    soft = world.only_software()
+    with world.puppet(served, soft.environment, port=False) as puppet:
+        with pytest.raises(ConfigError, match="`streams` has none of card 0"):
+            puppet.do("Client(socket, streams=lambda: {1: 1})")
+        with pytest.raises(ConfigError, match="torch sees none: install torch with CUDA, or say"):
+            puppet.do("Client(socket)")
+    until(lambda: not served.status()["sessions"])
+
+
 def test_a_runner_without_a_driver_is_told(world: World, served: Daemon) -> None:
     if ctypes.util.find_library("cuda"):
         pytest.skip("this machine has a driver")
