@@ -44,7 +44,7 @@ Rank.stop = late
 def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     world.only_software()
     with world.daemon(
-        tmp_path_factory.mktemp("rank"), timing=QUICK, prelude=LATE, events={"heartbeat_s": 0.05}
+        tmp_path_factory.mktemp("rank"), timing=QUICK, prelude=LATE
     ) as daemon:
         yield daemon
 

@@ -82,12 +82,9 @@ def heartbeats(served: Served, count: int = 3) -> None:
             until(lambda seen=seen: observer.digest()["seq"] > seen)
 
 
-QUICK = {"events": {"heartbeat_s": 0.05}}
-
-
 def test_a_commit_is_not_there_before_its_stream_has_come_to_it(world: World, lend: Lend) -> None:
     """A11: nobody hears of it, matches it or copies it; then the host has what the stream wrote last."""
-    daemon = lend(**world.sections(**QUICK))
+    daemon = lend(**world.sections())
     stream = daemon.info["stream"]
     with (
         Mirror(stream["endpoint"], stream["replay_endpoint"]) as mirror,
@@ -120,7 +117,7 @@ def test_a_commit_is_not_there_before_its_stream_has_come_to_it(world: World, le
 @pytest.mark.daemons
 def test_so_it_is_however_long_the_kernels_take(world: World, lend: Lend) -> None:
     """A11, again and again: the host's bytes are always the last."""
-    daemon, rng = lend(**world.sections(**QUICK, host={"num_tokens": P * 2048})), random.Random(11)
+    daemon, rng = lend(**world.sections(host={"num_tokens": P * 2048})), random.Random(11)
     every = [range(10_000 * n, 10_000 * n + 4 * P) for n in range(1, 301)]
     with world.client(daemon) as client:
         contents = world.contents(client)
@@ -136,8 +133,9 @@ def test_so_it_is_however_long_the_kernels_take(world: World, lend: Lend) -> Non
             check(world.port, client, tokens, host_tokens=len(tokens))
 
 
+@pytest.mark.daemons
 def test_pages_are_not_given_away_while_a_kernel_reads_them(world: World, lend: Lend, other: Port) -> None:
-    daemon = lend(**world.sections(**QUICK, **TINY))
+    daemon = lend(**world.sections(**TINY))
     mine = range(5000, 5000 + PAGES * P)
     with (
         world.client(daemon) as reader,
@@ -165,8 +163,9 @@ def test_pages_are_not_given_away_while_a_kernel_reads_them(world: World, lend: 
         assert np.array_equal(reading.found(PAGES), before)
 
 
+@pytest.mark.daemons
 def test_a_load_does_not_overtake_the_last_use_of_its_pages(world: World, lend: Lend, other: Port) -> None:
-    daemon = lend(**world.sections(**QUICK, **TINY))
+    daemon = lend(**world.sections(**TINY))
     loaded, mine = range(7000, 7000 + 8 * P), range(5000, 5000 + PAGES * P)
     with (
         world.client(daemon) as reader,
@@ -199,7 +198,7 @@ def test_a_load_does_not_overtake_the_last_use_of_its_pages(world: World, lend: 
 
 def test_a_stream_that_waits_before_the_copy_began_does_wait(world: World, lend: Lend) -> None:
     """The trap of events between processes: waiting for what was not recorded yet is no wait."""
-    daemon = lend(**world.sections(**QUICK))
+    daemon = lend(**world.sections())
     with world.client(daemon) as client, kernel(world.port, client) as reading:
         put(world.port, client, TOKENS)
         with client.acquire(TOKENS) as lease:
@@ -255,6 +254,7 @@ def test_layers_are_there_one_after_the_other(world: World, lend: Lend) -> None:
         lease.release()
 
 
+@pytest.mark.daemons
 def test_on_stream_is_for_cards(lend: Lend) -> None:
     daemon = lend()
     with daemon.client() as client:
@@ -267,10 +267,11 @@ def test_on_stream_is_for_cards(lend: Lend) -> None:
             lease.wait_loaded(on_stream=True)
 
 
+@pytest.mark.daemons
 def test_host_pages_are_not_given_away_while_they_are_read(world: World, lend: Lend) -> None:
     """A10: what is written meanwhile does not come to the host for want of room; the load's bytes are right."""
     soft = world.only_software()
-    daemon = lend(**world.sections(**QUICK, pool={"num_tokens": P * 64}, host={"num_tokens": P * 8}))
+    daemon = lend(**world.sections(pool={"num_tokens": P * 64}, host={"num_tokens": P * 8}))
     loaded = range(7000, 7000 + 8 * P)
     with world.client(daemon) as client:
         put(world.port, client, loaded)
@@ -288,10 +289,11 @@ def test_host_pages_are_not_given_away_while_they_are_read(world: World, lend: L
         lease.release()
 
 
+@pytest.mark.daemons
 @pytest.mark.parametrize("last", [0, 1])
 def test_an_event_of_two_cards_is_behind_both(world: World, lend: Lend, last: int) -> None:
     world.need(cards=2)
-    daemon = lend(**world.sections(**QUICK, pool={"num_shards": 2, "gpus": [0, 1]}))
+    daemon = lend(**world.sections(pool={"num_shards": 2, "gpus": [0, 1]}))
     with (
         world.client(daemon) as client,
         daemon.observer() as observer,
@@ -325,7 +327,7 @@ def test_an_event_of_two_cards_is_behind_both(world: World, lend: Lend, last: in
 def test_no_page_is_ever_stale(world: World, lend: Lend, other: Port, seed: int) -> None:
     """Two runners, whose streams are late by random times, in two small tiers: each hit holds what it should."""
     rng = random.Random(seed)
-    daemon = lend(**world.sections(**QUICK, pool={"num_tokens": P * 24}, host={"num_tokens": P * 32}))
+    daemon = lend(**world.sections(pool={"num_tokens": P * 24}, host={"num_tokens": P * 32}))
     ports, found = (world.port, other), 0
     with world.client(daemon) as first, daemon.client(streams=other.streams) as second:
         clients = (first, second)

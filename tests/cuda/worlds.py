@@ -59,10 +59,11 @@ class World:
     def sections(
         self, *, environment: Mapping[str, str] | None = None, **sections: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """A daemon's, on cards; all its shards are on the first if nothing else is said."""
+        """A daemon's, on cards; all its shards are on the first if nothing else is said. Its heart beats quickly."""
+        events = {"heartbeat_s": 0.05, **sections.get("events", {})}
         pool = {"device": "cuda", "untried": True, **sections.get("pool", {})}
         pool.setdefault("gpus", [0] * pool.get("num_shards", 1))
-        return {**sections, "pool": pool, "env": {**self.environment, **(environment or {})}}
+        return {**sections, "pool": pool, "events": events, "env": {**self.environment, **(environment or {})}}
 
     def daemon(self, folder: Path, *, environment: Mapping[str, str] | None = None, **sections: Any) -> Daemon:
         return Daemon(folder, **self.sections(environment=environment, **sections))
