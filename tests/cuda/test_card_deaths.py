@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds import JUNK, World, check, evict, ids, put, until
+from worlds import JUNK, World, check, evict, heartbeats, ids, put, until
 
 from sglcache.client import Client
 from sglcache.errors import ConfigError, DaemonRestarted, NoSpace, SessionEnded
@@ -167,6 +167,42 @@ def test_a_client_that_leaves_while_its_streams_wait_for_a_load_waits_for_them(w
         )
         puppet.do(f"lease = cache.acquire(list(range({TOKENS.start}, {TOKENS.stop})))")
         puppet.do(f"lease.wait_loaded(); contents.check_match(lease, ids({TOKENS.start}, {TOKENS.stop}))")
+
+
+def test_pages_of_whoever_left_come_back_when_its_kernels_are_done_and_not_before(world: World, served: Daemon) -> None:
+    """Its process lives on: the event of its goodbye is enough."""
+    with runner(world, served) as puppet:
+        puppet.do(f"lease = cache.acquire(list(range({8 * P})))")
+        puppet.do("from sglcache.testing.cards import Gate; gate = Gate(port); gate.hold()")
+        puppet.do("contents.write(lease, ids(0, 8), 0, 8)")
+        puppet.do("import threading; closing = threading.Thread(target=cache.close); closing.start()")
+        until(lambda: served.pool()["fenced"] == 8)
+        heartbeats(served)
+        assert served.pool()["fenced"] == 8
+        puppet.do("gate.open(); closing.join()")
+        until(lambda: served.pool()["fenced"] == 0)
+
+
+def test_a_fork_of_a_runner_touches_no_card(world: World, served: Daemon) -> None:
+    with runner(world, served) as puppet:
+        puppet.do(f"stop = {8 * P}; lease = cache.acquire(list(range(stop))); pool = cache.pool")
+        puppet.do("contents.write(lease, ids(0, stop), 0, stop)")
+        puppet.do("""
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        cache.ping()
+    except sglcache.errors.ClosedError:
+        del pool, contents, lease, cache
+        import gc
+        gc.collect()
+        code = 0
+    os._exit(code)
+""")
+        assert puppet.ask("os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])") == 0
+        puppet.do("lease.commit(); contents.check_pages('written', lease, ids(0, stop), stop)")
+        puppet.do("lease.release(wait=True)")
 
 
 def test_a_pool_stays_mapped_until_what_was_launched_on_it_is_done(world: World, served: Daemon) -> None:

@@ -43,9 +43,7 @@ Rank.stop = late
 @pytest.fixture(scope="module")
 def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     world.only_software()
-    with world.daemon(
-        tmp_path_factory.mktemp("rank"), timing=QUICK, prelude=LATE
-    ) as daemon:
+    with world.daemon(tmp_path_factory.mktemp("rank"), timing=QUICK, prelude=LATE) as daemon:
         yield daemon
 
 

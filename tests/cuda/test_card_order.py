@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from worlds import World, check, evict, ids, put, until
+from worlds import World, check, evict, heartbeats, ids, put, until
 
 from sglcache.bench.contents import Contents
 from sglcache.client import Client, Lease
 from sglcache.client.mirror import Mirror
 from sglcache.errors import BadRequest, NoSpace
 from sglcache.testing.cards import CardArray, Gate, Port, Scratch
-from sglcache.testing.daemon import Daemon, Served
+from sglcache.testing.daemon import Daemon
 
 Lend = Callable[..., Daemon]
 
@@ -72,14 +72,6 @@ def pages_of(port: Port, client: Client, lease: Lease) -> np.ndarray:
     with kernel(port, client) as reader:
         reader.launch(lease)
         return reader.found(len(lease.slots))
-
-
-def heartbeats(served: Served, count: int = 3) -> None:
-    """The rank has looked about so often since."""
-    with served.observer() as observer:
-        for _ in range(count):
-            seen = observer.digest()["seq"]
-            until(lambda seen=seen: observer.digest()["seq"] > seen)
 
 
 def test_a_commit_is_not_there_before_its_stream_has_come_to_it(world: World, lend: Lend) -> None:

@@ -309,7 +309,9 @@ def test_without_a_batched_copy_ranges_are_enqueued_one_by_one() -> None:
 def test_an_event_that_is_not_ready_is_no_error() -> None:
     assert LibCuda(Library(answers={"cuEventQuery": cuda_driver.NOT_READY})).done(5) is False
     assert LibCuda(Library()).done(5) is True
-    with pytest.raises(CudaError, match=r"cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS \(700\); this process has lost the card"):
+    with pytest.raises(
+        CudaError, match=r"cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS \(700\); this process has lost the card"
+    ):
         LibCuda(Library(answers={"cuEventQuery": 700})).done(5)
 
 
