@@ -26,6 +26,8 @@ import numpy.typing as npt
 from sglcache.errors import ConfigError, TransferError
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE, NOT_READY = 0, 1, 2, 100, 600  # CUresult
+# Of cuMemHostRegister: this memory can't be had pinned (no more of it, no such kind, not allowed); the card is well.
+NOT_PINNED = frozenset({OUT_OF_MEMORY, INVALID_VALUE, 800, 801})
 STREAM_NON_BLOCKING, EVENT_DISABLE_TIMING = 1, 2
 HOST_REGISTER_PORTABLE, HOST_REGISTER_DEVICEMAP = 1, 2
 SRC_ACCESS_ORDER_STREAM = 1  # CUmemcpySrcAccessOrder: a source is read when the stream has come to the copy
@@ -171,7 +173,7 @@ class LibCuda:
 
     def pin(self, address: int, num_bytes: int) -> bool:
         arguments = (ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(HOST_REGISTER_PORTABLE))
-        return self.call("cuMemHostRegister_v2", *arguments, also=OUT_OF_MEMORY) == SUCCESS
+        return self.call("cuMemHostRegister_v2", *arguments, also=NOT_PINNED) == SUCCESS
 
     def unpin(self, address: int) -> None:
         self.call("cuMemHostUnregister", ctypes.c_void_p(address))
@@ -357,10 +359,10 @@ class LibCuda:
                 return name, tells
         return None, False
 
-    def call(self, name: str, *arguments: Any, also: int = SUCCESS) -> int:
-        """The result, which is success or `also`; CudaError for any other."""
+    def call(self, name: str, *arguments: Any, also: int | frozenset[int] = SUCCESS) -> int:
+        """The result, which is success or `also`, or one of them; CudaError for any other."""
         code = int(getattr(self._lib, name)(*arguments))
-        if code not in (SUCCESS, also):
+        if code != SUCCESS and code != also and not (isinstance(also, frozenset) and code in also):
             raise CudaError(
                 f"{name}: {self.named(code)}; this process has lost the card, and must end", call=name, result=code
             )
