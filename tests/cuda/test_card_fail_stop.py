@@ -177,10 +177,10 @@ def test_where_the_machine_pins_no_more_the_host_tier_ends_and_the_rank_serves(w
     world.only_software()
     pages = {"page_size": 16, "num_tokens": 16 * 64, "num_layers": 4, "num_kv_heads": 8, "head_dim": 128}
     tokens = range(16 * 64)
-    for limit, num_pages in ((2, 1024), (1, 0)):  # of ranges of 256 MiB
+    for limit, code, num_pages in ((2, 2, 1024), (1, 801, 0)):  # of ranges of 256 MiB; no memory, no such memory
         with world.daemon(
             tmp_path / str(limit),
-            environment={"SOFTCUDA_FAIL": f"cuMemHostRegister_v2:{limit}:2"},
+            environment={"SOFTCUDA_FAIL": f"cuMemHostRegister_v2:{limit}:{code}"},
             pool=pages,
             host={"num_tokens": 16 * 2048},
         ) as daemon:
