@@ -68,7 +68,8 @@ class Chain:
         for node in self.nodes:
             hashes = node.hashes
             if isinstance(hashes, Pending) and hashes.chain is self:
-                node.hashes = part[hashes.start * hasher.size : hashes.stop * hasher.size]
+                first, last = hashes.start * hasher.size, hashes.stop * hasher.size
+                node.hashes = part[first:last] if first or last != len(part) else part
         self.nodes.clear()
         self.parts.clear()
         self.text = self.before = b""
@@ -337,7 +338,9 @@ class EventLog:
                     if budget <= 0:
                         return self._pause(ts)
                     budget -= cost * chain.resolve(self.hasher, keys, max(1, budget // cost))
-                digests = chain.digests[hashes.start * size : hashes.stop * size]
+                digests = chain.digests
+                if hashes.start or hashes.stop * size != len(digests):
+                    digests = digests[hashes.start * size : hashes.stop * size]
             records.popleft()
             if isinstance(record, _Named):
                 budget -= RECORD_COST

@@ -121,12 +121,15 @@ class Node:
             self._text = text
             self._skip = start
         else:
-            self._text = text[start : end + self.space.over]
+            end += self.space.over
+            # A slice of the whole is no copy, except where this is compiled.
+            self._text = text[start:end] if start or end != len(text) else text
             self._skip = 0
 
     def first(self, num_bytes: int) -> bytes:
         """The beginning of `key`, without making one."""
-        return self._text[self._skip : self._skip + num_bytes]
+        text, skip = self._text, self._skip
+        return text[skip : skip + num_bytes] if skip or num_bytes != len(text) else text
 
     def __repr__(self) -> str:
         runs = [cell for cell in self.cells if isinstance(cell, bytes)]

@@ -10,11 +10,14 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 from deployed import ROOT, Service, environ, run, settings
 from packaging.requirements import Requirement
+
+from sglcache import compiled
 
 pytestmark = pytest.mark.package
 
@@ -55,6 +58,9 @@ def test_the_wheel_is_the_package_and_what_an_operator_copies(wheel: zipfile.Zip
     expected = tracked("sglcache") | {f"{data}{path}" for path in tracked("configs/*.toml", "deploy")}
     assert "sglcache/py.typed" in expected
     own = {name for name in names if name.startswith(f"{NAME}.dist-info/")}
+    if not str(wheel.filename).endswith("-py3-none-any.whl"):
+        places = [module.replace(".", "/") for module in (compiled.LIBRARY, *compiled.MODULES)]
+        expected |= {f"{place}{EXTENSION_SUFFIXES[0]}" for place in places}
     assert names - own == expected
     assert wheel.read(f"{NAME}.dist-info/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
 
