@@ -16,7 +16,7 @@ RUN apt-get update \
 FROM python AS build
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends python3-venv \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends build-essential python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/sglcache
 WORKDIR /src
