@@ -61,7 +61,7 @@ class Cards:
             self._events_at = self._driver.register(ring.address, ring.num_events * WORD_BYTES)
 
     def check(self, pools: list[CardHandle]) -> None:
-        """ConfigError: this process does not see a pool's card, or its driver is too old, or there is no stream."""
+        """ConfigError: this process does not see a pool's card, or its driver is too old, or its torch sees none."""
         for handle in pools:
             device = self._driver.device_of(handle.device_uuid)
             if not self._driver.attribute(device, CAN_WRITE_WORDS):
@@ -69,13 +69,8 @@ class Cards:
                     f"card {device}'s driver can't have streams write words (CUDA 11.7 or later); update it",
                     device=device,
                 )
-        devices = self._devices(pools)
-        streams = self._streams(devices)
-        if missing := [device for device in devices if device not in streams]:
-            raise ConfigError(
-                f"`streams` has none of card {missing[0]}, which this client has a pool on; it has {sorted(streams)}",
-                device=missing[0],
-            )
+        if self._given is None:
+            self._streams(self._devices(pools))
 
     def join(self, pools: list[CardHandle], loads: LoadRingReader) -> None:
         """A life's pools, which were checked, and loads, from now on."""
@@ -88,7 +83,8 @@ class Cards:
         """This life's loads and pools are of no use any more, once the streams have done with them: they are waited
         for. (A load of a daemon that lives ends, whoever is gone, and the others are given up.)
         """
-        with contextlib.suppress(CudaError):  # of a context that is broken nothing is done any more
+        # Of a context that is broken nothing is done any more; where streams are not known nothing of ours is in them.
+        with contextlib.suppress(CudaError, ConfigError):
             streams = self._streams(self.devices)
             for device in self.devices:
                 with self._driver.on(device):
@@ -142,9 +138,15 @@ class Cards:
         return sorted({self._driver.device_of(handle.device_uuid) for handle in pools})
 
     def _streams(self, devices: list[int]) -> Mapping[int, int]:
-        """Where the work is now."""
+        """Where the work is now. ConfigError: that is not known."""
         if self._given is not None:
-            return self._given()
+            given = self._given()
+            if missing := [device for device in devices if device not in given]:
+                raise ConfigError(
+                    f"`streams` has none of card {missing[0]}, which this client has a pool on; it has {sorted(given)}",
+                    device=missing[0],
+                )
+            return given
         with extras():
             import torch
         if not torch.cuda.is_available():
