@@ -73,6 +73,11 @@ class Port:
             with card.on(card.device):
                 card.synchronize(self._streams[card.device])
 
+    def rest(self) -> None:
+        """As `finish`: and what lies in between is of no use any more."""
+        self.finish()
+        self._used = 0
+
     def close(self) -> None:
         """Let go of the streams, once they are empty, and of the memory. What was made of it is of no use any more."""
         self.finish()
@@ -108,8 +113,7 @@ class Port:
     def _take(self, num_bytes: int) -> int:
         """Where in the memory in between there is room for so many."""
         if self._used + num_bytes > STAGING_BYTES:
-            self.finish()
-            self._used = 0
+            self.rest()
         start = self._used
         self._used += num_bytes
         return start
@@ -134,10 +138,14 @@ class Port:
 
 
 class Gate:
-    """Holds streams back: what is put into one behind `hold` waits until `open`. Opened once, it stays so."""
+    """Holds streams back: what is put into one behind `hold` waits until `open`. Opened once, it stays so.
+
+    Meanwhile no more than `STAGING_BYTES` may be written, and nothing read.
+    """
 
     def __init__(self, port: Port) -> None:
         self._port = port
+        port.rest()
         with port.cards[0].on(0):
             self._address = port.cards[0].alloc_host(WORD)
         self._word = ctypes.c_uint64.from_address(self._address)

@@ -211,9 +211,9 @@ def test_a_runner_whose_streams_are_not_known_is_told(world: World, served: Daem
     soft = world.only_software()
     with world.puppet(served, soft.environment, port=False) as puppet:
         with pytest.raises(ConfigError, match="`streams` has none of card 0"):
-            puppet.do("Client(socket, streams=lambda: {1: 1})")
+            puppet.do("cache = Client(socket, streams=lambda: {1: 1}); cache.acquire([1] * 64).commit()")
         with pytest.raises(ConfigError, match="torch sees none: install torch with CUDA, or say"):
-            puppet.do("Client(socket)")
+            puppet.do("cache.close(); Client(socket)")
     until(lambda: not served.status()["sessions"])
 
 

@@ -122,5 +122,5 @@ def test_no_card_is_told_of(libcuda: Path) -> None:
         ran = probe(soft.environment)
     assert ran.returncode == 2
     assert "no card to ask" in ran.stderr
-    assert "CUDA_ERROR_NO_DEVICE" in ran.stderr
+    assert "the CUDA driver sees no card" in ran.stderr
     assert not ran.stdout

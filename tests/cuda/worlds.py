@@ -139,7 +139,13 @@ def of_a_card() -> Iterator[World]:
     library = _driver()
     if library is not None and "softcuda" in library:
         pytest.skip("this process has the driver in software already; run `pytest -m gpu` by itself")
-    world = World({}, None)
+    eager = {"CUDA_MODULE_LOADING": "EAGER"}  # a kernel that is loaded late may wait for those that run
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in eager.items():
+            patch.setenv(key, value)
+        world = World(eager, None)
+        for card in world.port.cards:
+            world.port.spin(0.0, card.device)
     yield world
     world.port.close()
 
