@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 MODULES = (
+    "sglcache.core.companions",
     "sglcache.core.departures",
     "sglcache.core.encoding",
     "sglcache.core.eventlog",
@@ -32,6 +33,7 @@ MODULES = (
     "sglcache.core.leases",
     "sglcache.core.line",
     "sglcache.core.packing",
+    "sglcache.core.resources",
     "sglcache.core.shares",
     "sglcache.core.slots",
     "sglcache.core.tiering",

@@ -410,9 +410,9 @@ class Companions:
                 return
             parent = node.parent
             for tier in range(self.T):
-                if node.parent is not None and node.cells[tier] is not None:
+                if not _out(node) and node.cells[tier] is not None:
                     index.drop(tier, node, pruned=True)
-            node = parent if node.parent is None else None
+            node = parent if _out(node) else None
 
     def _useless(self, leaf: Node) -> bool:
         """No match can end with it: some companion lacks, in all tiers, what that takes."""
@@ -1070,3 +1070,8 @@ class Companions:
         for c, node, num_bytes in ticket.kept:
             self.order(c).let_go(node, num_bytes)
         ticket.kept = ()
+
+
+def _out(node: Node) -> bool:
+    """It has left the tree. As a call, for mypy takes an attribute that it has seen to be what it was."""
+    return node.parent is None
