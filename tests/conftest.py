@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from sglcache.compiled import FORM
 from sglcache.testing.daemon import Daemon, until
@@ -13,6 +14,10 @@ from sglcache.testing.daemon import Daemon, until
 MOST = 4  # daemons on the shelf: an idle one costs in two minutes what its start would
 
 Lend = Callable[..., Daemon]
+
+# How long an example takes is the machine's affair, and what else runs on it.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.hookimpl(tryfirst=True)
