@@ -107,7 +107,7 @@ class LibCuda:
             raise ConfigError(f'pool.device = "cuda", and this machine has no CUDA driver: {exc}') from exc
         self._batch, self._tells_index = self._find_batch()
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collector may let go of a pool in the midst of it
         if code := int(self._lib.cuInit(ctypes.c_uint(0))):
             raise ConfigError(
                 "the CUDA driver sees no card: the machine has none, or CUDA_VISIBLE_DEVICES hides them"

@@ -12,6 +12,7 @@ A device has one number in each process (CUDA_VISIBLE_DEVICES), so a handle name
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import weakref
@@ -56,7 +57,7 @@ class CardBytes:
         self.num_bytes = num_bytes
         if unmap is not None:
             # Not at exit: the driver takes the context apart itself, and may have done so already.
-            weakref.finalize(self, _on, driver, device, unmap).atexit = False
+            weakref.finalize(self, _let_go, driver, device, unmap).atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -224,8 +225,17 @@ def _open_ipc(driver: LibCuda, handle: control.CudaIpcHandle, device: int) -> Ca
     return CardBytes(driver, device, base + handle.offset, handle.num_bytes, lambda: driver.close_ipc(base))
 
 
-def _on(driver: LibCuda, device: int, call: Callable[[], None]) -> None:
+def _let_go(driver: LibCuda, device: int, unmap: Callable[[], None]) -> None:
+    """Not by this thread: a collector's may be any, at any moment, and kernels may wait for what it is to do next.
+
+    Without `threading`, whose locks it may hold.
+    """
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and the process with it
+        _thread.start_new_thread(_unmap, (driver, device, unmap))
+
+
+def _unmap(driver: LibCuda, device: int, unmap: Callable[[], None]) -> None:
     # Of a context that is broken, or being taken apart, there is nothing to let go of.
     with contextlib.suppress(CudaError), driver.on(device):
         driver.finish()  # kernels may be at it still: who drops a tensor need not have waited for them
-        call()
+        unmap()
