@@ -20,7 +20,7 @@ from worlds import JUNK, World, check, evict, heartbeats, ids, put, until
 
 from sglcache.client import Client
 from sglcache.errors import ConfigError, DaemonRestarted, NoSpace, SessionEnded
-from sglcache.testing.cards import CardArray
+from sglcache.testing.cards import CardArray, Gate
 from sglcache.testing.daemon import Daemon, Puppet
 
 pytestmark = pytest.mark.daemons
@@ -61,8 +61,7 @@ def _nothing_leaks(world: World, served: Daemon) -> Iterator[None]:
     descriptors, used = len(os.listdir("/proc/self/fd")), world.used()
     yield
     gc.collect()
-    until(lambda: world.is_back(used))
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    until(lambda: world.is_back(used) and len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 @contextlib.contextmanager
@@ -167,6 +166,22 @@ def test_a_client_that_leaves_while_its_streams_wait_for_a_load_waits_for_them(w
         )
         puppet.do(f"lease = cache.acquire(list(range({TOKENS.start}, {TOKENS.stop})))")
         puppet.do(f"lease.wait_loaded(); contents.check_match(lease, ids({TOKENS.start}, {TOKENS.stop}))")
+
+
+def test_a_pool_is_let_go_of_without_waiting_where_its_last_tensor_was(world: World, served: Daemon) -> None:
+    """That may be in a collector's run, amid what the kernels wait for."""
+    used = world.used()
+    with world.client(served) as client:
+        rows = whole(world, client)
+    with Gate(world.port) as gate:
+        gate.hold()
+        rows[0] = 1
+        del rows, client
+        gc.collect()
+        assert world.port.is_busy(), "nobody waited"
+        gate.open()
+        until(lambda: world.is_back(used))
+        world.port.finish()
 
 
 def test_pages_of_whoever_left_come_back_when_its_kernels_are_done_and_not_before(world: World, served: Daemon) -> None:

@@ -110,7 +110,7 @@ def test_a_commit_is_not_there_before_its_stream_has_come_to_it(world: World, le
 def test_so_it_is_however_long_the_kernels_take(world: World, lend: Lend) -> None:
     """A11, again and again: the host's bytes are always the last."""
     daemon, rng = lend(**world.sections(host={"num_tokens": P * 2048})), random.Random(11)
-    every = [range(10_000 * n, 10_000 * n + 4 * P) for n in range(1, 301)]
+    every = [range(10_000 * n, 10_000 * n + 4 * P) for n in range(1, 151)]
     with world.client(daemon) as client:
         contents = world.contents(client)
         for tokens in every:
@@ -325,7 +325,7 @@ def test_no_page_is_ever_stale(world: World, lend: Lend, other: Port, seed: int)
         clients = (first, second)
         contents = [Contents(client, port.layers) for client, port in zip(clients, ports, strict=True)]
         live: list[tuple[int, Lease, range]] = []
-        for _ in range(1500):
+        for _ in range(900):
             who = rng.randrange(2)
             port, client = ports[who], clients[who]
             stem = 1000 * rng.randrange(1, 9)
@@ -354,5 +354,5 @@ def test_no_page_is_ever_stale(world: World, lend: Lend, other: Port, seed: int)
         for _, lease, _ in live:
             lease.release()
     counters = daemon.settle()["counters"]
-    assert found > 3000
-    assert counters["load_pages"] > 1000, counters
+    assert found > 2000
+    assert counters["load_pages"] > 300, counters
