@@ -14,7 +14,7 @@ from softcuda import SoftCuda, cards
 
 from sglcache.bench.contents import Contents
 from sglcache.client.client import Client, Member, Worker
-from sglcache.errors import Busy
+from sglcache.errors import Busy, ConfigError
 from sglcache.testing.cards import Port
 from sglcache.testing.daemon import Daemon, Puppet, Served, until
 
@@ -143,7 +143,10 @@ def of_a_card() -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in eager.items():
             patch.setenv(key, value)
-        world = World(eager, None)
+        try:
+            world = World(eager, None)
+        except ConfigError as exc:
+            pytest.fail(f"these are the tests of a card: {exc.message}", False)
         for card in world.port.cards:
             world.port.spin(0.0, card.device)
     yield world
