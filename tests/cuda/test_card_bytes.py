@@ -203,6 +203,7 @@ def go_round(world: World, daemon: Daemon) -> None:
         check(world.port, client, TOKENS, host_tokens=0)
         evict(daemon, world.port, client)
         check(world.port, client, TOKENS, host_tokens=len(TOKENS))
+        daemon.settle()
         check(world.port, client, TOKENS, host_tokens=0)
 
 
@@ -238,5 +239,6 @@ def test_workers_write_and_read_each_its_shard_and_a_runner_all(
         for worker in workers:
             worker.record(released.ticket)
         released.wait()
+    daemon.settle()
     with world.client(daemon) as client:
         check(world.port, client, TOKENS, host_tokens=0)
