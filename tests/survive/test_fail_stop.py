@@ -66,7 +66,8 @@ PLANTED = (
     + """
 from sglcache.errors import TransferError
 from sglcache.memory import cpu_engine
-from sglcache.server.rank import cpu_engine as engine
+from sglcache.server.devices import Cpu
+engine = Cpu().engine
 move, broken = cpu_engine.move, []
 on_word(broken.append)
 def breaking(*arguments):
