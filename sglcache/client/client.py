@@ -459,6 +459,8 @@ class Member:
         are asked for."""
         with self._connection.lock:
             self._close_pools()
+            if self._connection.broken:  # nothing is mapped by its descriptors any more, and they keep a card's memory
+                self._connection.let_go_of_fds()
 
     def _close_pools(self) -> None:
         for pools in self._pools.values():

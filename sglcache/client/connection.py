@@ -349,6 +349,10 @@ class Connection:
         """It came to its end, and not because this side closed it."""
         return self._error is not None
 
+    def let_go_of_fds(self) -> None:
+        """Of what came with the welcome. With the lock held."""
+        _close_all(self.fds)
+
     def retire(self, error: SglcacheError) -> None:
         """Another takes its place: from now on whatever is asked of it raises why, at first `error`. With the lock
         held."""

@@ -301,6 +301,22 @@ def test_a_next_life_that_finds_the_card_full_says_so_and_comes_once_it_is_not(w
             check(world.port, again, TOKENS, host_tokens=len(TOKENS))
 
 
+def test_a_next_life_finds_the_room_of_a_runner_that_waits_for_it(world: World, tmp_path: Path) -> None:
+    """It kept the dead life's pool by its descriptor, until there was a next life, which it kept from being."""
+    world.only_software()
+    full = {"SOFTCUDA_MEMORY": str(world.used() + (3 << 20))}
+    with (
+        world.daemon(tmp_path, environment=full, timing=QUICK, **SMALL) as daemon,
+        world.client(daemon) as client,
+    ):
+        put(world.port, client, TOKENS)
+        daemon.settle()
+        daemon.kill_rank()
+        gc.collect()
+        client.reattach(20.0)
+        check(world.port, client, TOKENS, host_tokens=len(TOKENS))
+
+
 def test_a_next_life_on_a_card_that_the_runner_does_not_see_is_told_and_can_be_left(
     world: World, tmp_path: Path
 ) -> None:
