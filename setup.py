@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -22,13 +23,22 @@ FLAGS = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--
 CAN_NOT = "sglcache: the core is not compiled, and runs as pure Python:"
 
 
+def loads() -> bool:
+    """Whether what is there is whole. In a process of its own: a library that is cut off ends it by a signal."""
+    program = "from importlib import import_module as load; from sglcache.compiled import MODULES as all_of_them\n"
+    program += "assert all(load(each).__file__.endswith('.so') for each in all_of_them)"
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
 def extensions() -> list[Extension]:
     if compiled.pure_wanted():
         return []
     if "editable_wheel" in sys.argv and compiled.FORM.compiled:
         made = os.path.getmtime(compiled.library())
         if all(os.path.getmtime(ROOT / name) <= made for name in ("setup.py", "sglcache/compiled.py")):
-            return []  # it is there already
+            if loads():
+                return []  # it is there already
+            Path(compiled.library()).unlink()  # half of it, or broken; it would pass for newer than its source
     if shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
         print(CAN_NOT, "there is no C compiler", file=sys.stderr)
         return []
