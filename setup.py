@@ -35,11 +35,11 @@ def extensions() -> list[Extension]:
         return []
     if "editable_wheel" in sys.argv and compiled.FORM.compiled:
         made = os.path.getmtime(compiled.library())
-        if all(os.path.getmtime(ROOT / name) <= made for name in ("setup.py", "sglcache/compiled.py")):
-            if loads():
-                return []  # it is there already
-            Path(compiled.library()).unlink()  # half of it, or broken; it would pass for newer than its source
-    if shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
+        if all(os.path.getmtime(ROOT / name) <= made for name in ("setup.py", "sglcache/compiled.py")) and loads():
+            return []  # it is there already
+    for file in (compiled.library(), compiled.stamp_of(compiled.library())):
+        Path(file).unlink(missing_ok=True)  # half of it, or broken, or of other sources
+    if not any(map(shutil.which, (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[:1])):
         print(CAN_NOT, "there is no C compiler", file=sys.stderr)
         return []
     from mypyc.build import mypycify
@@ -66,7 +66,9 @@ class Build(build_ext):
             self.extensions = []
             return
         for each in self.extensions:
-            os.utime(self.get_ext_fullpath(each.name))  # younger than its source, also where it came out as it was
+            if each.name == compiled.LIBRARY:
+                library = self.get_ext_fullpath(each.name)
+                Path(compiled.stamp_of(library)).write_text(compiled.stamp(library))
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": Build})

@@ -4,15 +4,19 @@ Where there is a C compiler, setup.py has mypyc compile MODULES: the index and w
 makes lies beside the sources, and Python prefers it, unless
 
 * SGLCACHE_PURE is set, and not to 0: for a debugger or a profiler that goes by lines, or to plant a bug;
-* this is a checkout, and a source is younger than what was made of it: `make install` compiles again.
+* it is not whole, by what the build has written down beside it (`stamp`), or
+* this is a checkout, and a source is not what was compiled: `make install` compiles again. Times tell nothing of that:
+  a file that is put back, or copied, has an old one.
 
 The compiled modules call each other without looking anything up, so it is all of them or none.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
@@ -42,6 +46,7 @@ MODULES = (
 VARIABLE = "SGLCACHE_PURE"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIBRARY = "sglcache__mypyc"  # all that is compiled; the file beside a source only names it
+AGAIN = "`make install` compiles it again"
 NOT_BUILT = "it was not compiled; to have that, install it where there are a C compiler and Python's headers"
 
 
@@ -75,17 +80,41 @@ def library() -> str:
     return os.path.join(ROOT, LIBRARY + EXTENSION_SUFFIXES[0])
 
 
+def stamp_of(library: str) -> str:
+    """The file in which the build writes down what it has made."""
+    return os.path.join(os.path.dirname(library), f"{LIBRARY}.json")
+
+
+def stamp(library: str) -> str:
+    """What is to be in it: the library's size, and a checksum of each source."""
+    sums = {module: _sum(module) for module in MODULES}
+    return json.dumps({"size": os.path.getsize(library), "sources": sums})
+
+
+def _sum(module: str) -> int:
+    with open(source(module), "rb") as file:
+        return zlib.crc32(file.read())
+
+
 def form() -> Form:
     """What a process that starts now would have."""
     if pure_wanted():
         return Form(False, f"{VARIABLE} is set")
     if not os.path.exists(library()):
         return Form(False, NOT_BUILT)
+    try:
+        with open(stamp_of(library())) as file:
+            made = json.load(file)
+        whole = made["size"] == os.path.getsize(library())
+        sums: dict[str, int] = made["sources"]
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        return Form(False, f"what was compiled is not whole; {AGAIN}")
     if os.path.exists(os.path.join(ROOT, "setup.py")):
-        made = os.path.getmtime(library())
         for module in MODULES:
-            if os.path.getmtime(source(module)) > made:
-                return Form(False, f"{module} was changed since it was compiled; `make install` compiles it again")
+            if _sum(module) != sums.get(module):
+                return Form(False, f"{module} was changed since it was compiled; {AGAIN}")
     if find_spec("librt") is None:
         return Form(False, "librt is missing, which the compiled one needs; pip install librt")
     return COMPILED

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import msgspec
@@ -82,25 +83,46 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in compiled.MODULES:
         file = Path(compiled.source(module))
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        os.utime(file, (1000, 1000))
-    Path(compiled.library()).touch()
+        file.write_text(module)
+    Path(compiled.library()).write_bytes(b"a library")
+    Path(compiled.stamp_of(compiled.library())).write_text(compiled.stamp(compiled.library()))
     (tmp_path / "setup.py").touch()
     assert compiled.form() == compiled.Form(True)
     return tmp_path
 
 
-def test_a_source_that_is_younger_leaves_all_of_it_aside(checkout: Path) -> None:
-    os.utime(compiled.source("sglcache.core.tree"))
-    os.utime(compiled.library(), (1001, 1001))
+@pytest.mark.parametrize("age", [-1e6, 0, 1e6])
+def test_a_source_that_is_another_leaves_all_of_it_aside_however_old_it_is(checkout: Path, age: float) -> None:
+    """A file that is put back, or copied, has an old time."""
+    file = Path(compiled.source("sglcache.core.tree"))
+    os.utime(file)
+    assert compiled.form().compiled, "it is the same"
+    file.write_text("sglcache.core.tre3")
+    os.utime(file, (time.time() + age,) * 2)
     assert compiled.form().why.startswith("sglcache.core.tree was changed since it was compiled; ")
-
-
-def test_where_it_is_installed_for_good_nobody_looks_at_times(checkout: Path) -> None:
-    """They are of the installation, in any order."""
-    (checkout / "setup.py").unlink()
-    os.utime(compiled.library(), (1, 1))
+    file.write_text("sglcache.core.tree")
     assert compiled.form().compiled
+
+
+def test_where_it_is_installed_for_good_nobody_reads_the_sources(checkout: Path) -> None:
+    (checkout / "setup.py").unlink()
+    Path(compiled.source("sglcache.core.tree")).unlink()
+    assert compiled.form().compiled
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"size": 9}', '{"size": 8, "sources": {}}', '{"sources": {}}', None])
+def test_what_is_not_whole_is_not_loaded(checkout: Path, text: str | None) -> None:
+    stamp = Path(compiled.stamp_of(compiled.library()))
+    if text is None:
+        stamp.unlink()
+    else:
+        stamp.write_text(text)
+    assert compiled.form() == compiled.Form(False, f"what was compiled is not whole; {compiled.AGAIN}")
+
+
+def test_a_library_that_was_cut_off_is_not_loaded(checkout: Path) -> None:
+    os.truncate(compiled.library(), 4)
+    assert not compiled.form().compiled
 
 
 def test_what_was_not_built_is_not_there(checkout: Path) -> None:

@@ -458,6 +458,8 @@ class Member:
         """Let go of the pools: their memory goes with the last tensor or array of yours. They are mapped anew when they
         are asked for."""
         with self._connection.lock:
+            with contextlib.suppress(SglcacheError):
+                self._connection.pull()  # it may be at its end, and nobody has noticed
             self._close_pools()
             if self._connection.broken:  # nothing is mapped by its descriptors any more, and they keep a card's memory
                 self._connection.let_go_of_fds()

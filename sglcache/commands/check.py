@@ -50,6 +50,8 @@ def check(file: Path | None, overrides: tuple[str, ...], ram: str | None, as_jso
     if config.host.keep_path is not None and config.host.keep and ram is None:
         check_place(config.host.keep_path, weighed.host_bytes + sum(rank.journal_bytes for rank in weighed.ranks))
     disk = room.disk(config) if ram is None else None
+    if config.pool.device != "cpu":
+        click.echo(f"check: {room.UNTRIED}", err=True)
     if as_json:
         emit(_facts(weighed, seats, there, disk))
     else:

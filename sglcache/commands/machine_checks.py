@@ -34,7 +34,7 @@ def core(facts: Facts) -> Iterator[Finding]:
     if form.compiled or not remedy:
         yield ok("core", str(form))
     else:
-        yield warning("core", f"pure Python, which takes twice the time: {reason}", remedy)
+        yield warning("core", f"pure Python, which takes up to twice the time: {reason}", remedy)
 
 
 def kernel(facts: Facts) -> Iterator[Finding]:

@@ -104,7 +104,10 @@ class LibCuda:
         try:
             self._lib = library or ctypes.CDLL("libcuda.so.1")
         except OSError as exc:
-            raise ConfigError(f'pool.device = "cuda", and this machine has no CUDA driver: {exc}') from exc
+            raise ConfigError(
+                f'pool.device = "cuda", and this machine has no CUDA driver: {exc}; install NVIDIA\'s, or give the '
+                'container its cards, or write pool.device = "cpu"'
+            ) from exc
         self._batch, self._tells_index = self._find_batch()
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.RLock()  # a collector may let go of a pool in the midst of it

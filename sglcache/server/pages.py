@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sglcache.compiled import FORM
 from sglcache.config import Config
 from sglcache.errors import BadRequest, Unavailable
 from sglcache.server import metrics, watch
@@ -59,7 +58,6 @@ class RankPages:
         return {
             "version": importlib.metadata.version("sglcache"),
             "protocol": control.PROTOCOL,
-            "core": FORM.name,  # of this process and, with its environment, of every rank
             "model_name": config.model_name,
             "page_size": config.pool.page_size,
             "bigram": config.pool.bigram,

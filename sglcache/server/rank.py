@@ -34,6 +34,7 @@ import uvloop
 
 from sglcache import config as configs
 from sglcache import paths
+from sglcache.compiled import FORM
 from sglcache.config import Config, EvictionConfig
 from sglcache.core import invariants
 from sglcache.core.effects import Copy
@@ -206,7 +207,7 @@ class Rank:
             parts.scrubbing.start()
         self.state = "ok"
         forms = [self.geometry, *(each.form for each in self.companions)]
-        logger.info("serving %s from %s", " and ".join(map(str, forms)), self.socket)
+        logger.info("serving %s from %s; the core is %s", " and ".join(map(str, forms)), self.socket, FORM)
 
     async def drain(self) -> None:
         """Let what is under way end, for a while; take nothing new."""
@@ -476,6 +477,7 @@ class Rank:
             "dp_rank": self.seat.dp_rank,
             "pp_rank": self.seat.pp_rank,
             "pid": os.getpid(),
+            "core": FORM.name,
             "epoch": self.parts.numbers.first,
             "socket": str(self.socket),
             "geometry": self.geometry.facts(),

@@ -38,6 +38,10 @@ from sglcache.server.doors import FDS_PER_CONNECTION
 from sglcache.server.tenants import limits_of
 from sglcache.units import Tier
 
+UNTRIED = (
+    "this version's code for cards has not run on one: `sglcache serve` has them with pool.untried = true alone, and "
+    "nothing of it is to be relied on"
+)
 BLOCK = 4096  # of a disk: a file takes whole ones
 HEADER_BYTES = 256  # of a page's file, about, beside its tokens
 
@@ -537,7 +541,7 @@ def served(config: Config, there: Machine) -> Sequence[str]:
                 path="pool.device",
                 value=config.pool.device,
             )
-        untried = ["pool.untried: this version's code for cards has not run on one; rely on nothing that it says"]
+        untried = [UNTRIED]
     room = weigh(config)
     room.refuse(there)
     below = disk(config, patient=False)
