@@ -42,7 +42,10 @@ CASES = {
     "python is too old": Case(checks.python, {"python": (3, 10, 4)}, "failed", "3.10.4; make the environment"),
     "python is well": Case(checks.python, {"python": (3, 12, 1)}, "ok", "3.12.1"),
     "a core that was not compiled": Case(
-        checks.core, {"core": compiled.Form(False, compiled.NOT_BUILT)}, "warning", "takes up to twice the time: it was not"
+        checks.core,
+        {"core": compiled.Form(False, compiled.NOT_BUILT)},
+        "warning",
+        "takes up to twice the time: it was not",
     ),
     "a core that was changed": Case(
         checks.core,
