@@ -14,6 +14,7 @@ import pytest
 
 from sglcache.client import Client
 from sglcache.client.verify import BlockNote, RankReport, describe, name, verify
+from sglcache.compiled import VARIABLE
 from sglcache.errors import Unavailable
 from sglcache.net.curve import make_keys
 from sglcache.testing.daemon import Daemon, until
@@ -49,7 +50,8 @@ def planted(line: str) -> str:
 
 
 @pytest.fixture
-def wrong(tmp_path: Path) -> Iterator[Callable[[str], Daemon]]:
+def wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Daemon]]:
+    monkeypatch.setenv(VARIABLE, "1")  # what is put in the place of a method is called there
     daemons: list[Daemon] = []
 
     def build(line: str) -> Daemon:
