@@ -476,7 +476,7 @@ MUTATIONS = [
     mutation(
         "a page's child is found by its own tokens", Index, "_match", "self.tree.span", "self.page_bytes", bigram=True
     ),
-    mutation("a run ends with its pages", tree.Node, "lie_in", "end + self.space.over]", "end]", bigram=True),
+    mutation("a run ends with its pages", tree.Node, "lie_in", "end += self.space.over", "pass", bigram=True),
     mutation("a cut loses the token behind it", Tree, "split", "key[: at + self.over]", "key[:at]", bigram=True),
     mutation("joined runs say a token twice", Tree, "merge", "if self.over:", "if False:", bigram=True),
     mutation(
