@@ -22,15 +22,17 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give the core's tests their mark, and leave to `make pure` what a compiled core can't have."""
+    """Give the core's tests their mark; leave to `make pure` what a compiled core can't have, and a card's to `-m gpu`."""
     for item in items:
         if "core" in item.path.parent.parts[-1:]:
             item.add_marker("core")
-    if FORM.compiled:
-        can_not = [item for item in items if item.get_closest_marker("pure") is not None]
-        if can_not:
-            config.hook.pytest_deselected(items=can_not)
-            items[:] = [item for item in items if item.get_closest_marker("pure") is None]
+    left_out = {"pure"} if FORM.compiled else set()
+    if "gpu" not in config.getoption("markexpr"):  # another `-m` takes the place of the one that leaves them out
+        left_out.add("gpu")
+    can_not = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if can_not:
+        config.hook.pytest_deselected(items=can_not)
+        items[:] = [item for item in items if item not in set(can_not)]
 
 
 @pytest.fixture(scope="module", autouse=True)
