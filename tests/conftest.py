@@ -22,7 +22,7 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give the core's tests their mark; leave to `make pure` what a compiled core can't have, and a card's to `-m gpu`."""
+    """Give the core's tests their mark; leave what a compiled core can't have to `make pure`, a card's to `-m gpu`."""
     for item in items:
         if "core" in item.path.parent.parts[-1:]:
             item.add_marker("core")
