@@ -61,6 +61,8 @@ def slices(index: Index, found: list[str], max_nodes: int = 1000) -> Iterator[No
             )
             if size != pages:
                 found.append(f"{node!r}: {size} digests for {pages} pages")
+            if parent.parent is not None and parent.hashes is None:
+                found.append(f"{node!r} has digests, and {parent!r} above it has none")
         for c in range(C):
             run, lock = node.cells[c], node.cells[C + c]
             want = expected[c].pop(node, 0)

@@ -665,6 +665,7 @@ class L3:
                 break
             if not (start + child.num_bytes <= end and tokens.startswith(child.key, start)):
                 child = tree.split(child, tree.common_pages(child.key, tokens, start, end))
+            self._name(prefetch, child, start)
             start += child.num_bytes
             node = child
         if node is before:
@@ -673,6 +674,15 @@ class L3:
         prefetch.anchor = prefetch.host_end = node
         self._less(prefetch, start // page_bytes)
         index.moved()
+
+    def _name(self, prefetch: Prefetch, node: Node, start: int) -> None:
+        """A node on the way of what is fetched has digests, as what hangs on it has: those of the text from `start` on.
+
+        Where routers are not told of it, nobody has asked for them before.
+        """
+        if node.hashes is None:
+            size, page_bytes = self.index.hasher.size, self.index.page_bytes
+            node.hashes = prefetch.digests[start // page_bytes * size : (start + node.num_bytes) // page_bytes * size]
 
     def _adopt(self, prefetch: Prefetch) -> None:
         """Put what has come into the tree, on the host alone, as far as what it hangs on is there.
@@ -711,6 +721,7 @@ class L3:
                 child = tree.split(child, tree.common_pages(child.key, tokens, start, end))
             if child.writing & WRITING:
                 break
+            self._name(prefetch, child, start)
             start += child.num_bytes
             mine = slots[at : start // page_bytes * SLOT_BYTES]
             if child.cells[HOST] is None:

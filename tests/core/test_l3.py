@@ -428,6 +428,21 @@ def test_what_begins_alike_and_goes_on_otherwise_is_not_taken_for_what_was_fetch
     r.settle()
 
 
+@pytest.mark.parametrize("length", [4, 8, 16])
+def test_what_hangs_on_what_was_computed_meanwhile_gives_it_its_digests(length: int) -> None:
+    """Nothing else would: routers are not told of this namespace, and it is not stored."""
+    secret = Namespace(extra_key="secret")
+    r, one = below(write_policy=WritePolicy("write_back"))
+    r.l3_had(pages(r, ONE, secret))
+    two = r.open_session()
+    wait(r, one, ONE, namespace=secret)
+    put(r, two, ids(1, length), secret)
+    (fetch,) = ops(r, Fetch)
+    r.l3_done(fetch)
+    assert answered(r, one).matched == 4
+    r.settle()
+
+
 def test_what_hangs_on_a_copy_under_way_waits_for_its_end() -> None:
     r, one = had(TWO)
     lease = acquire(r, one, ids(1, 8))
