@@ -161,7 +161,9 @@ class PagedModel:
         device = self._pools[0].device
         # On a card the stream waits, layer by layer, and the CPU goes on putting kernels into it.
         on_stream = device.type == "cuda"
-        wait = functools.partial(self.member.wait_loaded, on_stream=on_stream)
+        wait = self.member.wait_loaded
+        if on_stream:
+            wait = functools.partial(wait, on_stream=True)
         batch = PagedBatch(self._pools, parts, wait, self._states)
         out = self.model(
             input_ids=batch.tokens[None],
