@@ -76,6 +76,7 @@ def test_a_runner_says_the_same_words_whenever_its_rank_dies(family: str, daemon
     with daemon.client() as client:
         runner = Runner(client, PagedModel(tiny.build(family), client), step_tokens=40)
         for deaths in ([1], [2, 7]):
+            daemon.settle()  # copies that are under way hold a clear
             with daemon.admin() as admin:
                 admin.clear()
             before, asked, finished = runner.num_steps, requests(runner), []
