@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from softcuda import SoftCuda, cards
+from softcuda import SoftCuda, cards, compiled
 
 from sglcache.bench.contents import Contents
 from sglcache.client.client import Client, Member, Worker
@@ -125,10 +125,11 @@ def of_software(library: Path) -> Iterator[World]:
             for key, value in soft.environment.items():
                 patch.setenv(key, value)
             patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-            # By its SONAME it is found where `libcuda.so.1` is asked for.
-            loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            # By its SONAME it is found where `libcuda.so.1` is asked for. It alone has one: the first would be found.
+            own = compiled(soft.state / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+            loaded = ctypes.CDLL(str(own), mode=ctypes.RTLD_GLOBAL)
             assert loaded.cuInit(0) == 0
-        assert _driver() == str(library.resolve()), f"this process has another driver: {_driver()}"
+        assert ctypes.CDLL("libcuda.so.1")._handle == loaded._handle, f"this process has another: {_driver()}"
         world = World(soft.environment, soft)
         yield world
         world.port.close()
