@@ -35,10 +35,14 @@ Streams = Callable[[], Mapping[int, int]]
 CardHandle = control.CudaPoolHandle | control.CudaIpcHandle
 
 
+def told_of(welcome: control.Welcome) -> list[control.Pool]:
+    """Every pool that a member maps."""
+    return [*welcome.pools, *(pool for each in welcome.companions for pool in each.pools)]
+
+
 def on_cards(welcome: control.Welcome) -> list[CardHandle]:
-    """Of the pools that a member is told of, those on cards."""
-    every = [*welcome.pools, *(pool for each in welcome.companions for pool in each.pools)]
-    return [handle for handle in every if not isinstance(handle, control.PoolHandle)]
+    """Of these those on cards."""
+    return [handle for handle in told_of(welcome) if not isinstance(handle, control.PoolHandle)]
 
 
 class Cards:
@@ -106,8 +110,8 @@ class Cards:
 
     def record(self) -> tuple[int, int]:
         """An event behind all that is in the streams now. Busy: all events are held back."""
+        streams, first = self._streams(self.devices), self.devices[0]  # first: it may say that there are none
         event, generation = self._ring.reserve()
-        streams, first = self._streams(self.devices), self.devices[0]
         for device in self.devices[1:]:
             with self._driver.on(device):
                 end = self._driver.event()

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglcache import paths
-from sglcache.client.cards import Cards, Streams, on_cards
+from sglcache.client.cards import Cards, Streams, on_cards, told_of
 from sglcache.client.companions import StatePool, WindowPool
 from sglcache.client.connection import UNFIT, Connection, Pending, Request
 from sglcache.client.lease import Committed, Lease
@@ -226,8 +226,7 @@ class Member:
         if self._ring is None:
             return None
         welcome, fds = connection.welcome, connection.fds
-        every = [*welcome.pools, *(pool for each in welcome.companions for pool in each.pools)]
-        at = sum(not isinstance(pool, control.CudaIpcHandle) for pool in every)
+        at = sum(not isinstance(pool, control.CudaIpcHandle) for pool in told_of(welcome))
         if len(fds) < at + 2:
             raise ConfigError(f"the daemon sent {len(fds)} descriptors; update the older side")
         fd, doorbell = fds.pop(at), fds.pop(at)

@@ -41,14 +41,8 @@ class Devices(Protocol):
 
     def pool(self, shard: int, name: str, placement: Placement) -> DevicePool: ...
 
-    def engine(
-        self,
-        config: Config,
-        resources: Sequence[ResourcePools],
-        done: Done,
-        loaded: Loaded,
-        lost: Callable[[BaseException], None],
-    ) -> CopyEngine: ...
+    @property
+    def engine(self) -> MakeEngine: ...
 
     def pin(self, address: int, num_bytes: int) -> bool:
         """Have host memory pinned, once there is an engine; False: the machine won't. On any thread; blocks."""
