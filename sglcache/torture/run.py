@@ -158,7 +158,10 @@ class Progress:
 
 
 def torture(options: Options, progress: Callable[[Progress], None] = lambda now: None) -> Report:
-    """Do it. ConfigError, StartError: it could not begin. What goes wrong on the way is in the report's `problems`."""
+    """Do it. ConfigError, StartError: it could not begin. What goes wrong on the way is in the report's `problems`.
+
+    Runners have the environment with which this process's fork server began, at the latest at its first torture.
+    """
     folder = Path(tempfile.mkdtemp(prefix="sglcache-torture-"))
     run = None
     try:

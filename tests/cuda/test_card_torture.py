@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 from worlds import World
 
@@ -34,12 +37,21 @@ Sessions.end = hasty
 SLOW = {"SOFTCUDA_SLOW_NS_PER_MB": "1000000000"}  # a page takes milliseconds
 
 
+@pytest.fixture(autouse=True)
+def _older_fork_server() -> None:
+    """As after another torture in this process: its fork server has the environment that was there before."""
+    multiprocessing.forkserver.ensure_running()
+
+
 def tortured(world: World, seed: int, names: tuple[str, ...], kind: str, seconds: float, prelude: str = "") -> Report:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {**world.environment, **(SLOW if prelude else {})}.items():
             patch.setenv(key, value)
         config = daemon.on_cards(daemon.varied(kind, seed), seed)
-        return run.torture(run.Options(seed, config, seconds, faults=names, rate=3.0, prelude=prelude))
+        options = run.Options(seed, config, seconds, faults=names, rate=3.0, prelude=prelude)
+        # In a process of its own: runners have the environment that their fork server began with.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+            return alone.submit(run.torture, options).result()
 
 
 @pytest.mark.parametrize("kind", ["unified"])
