@@ -214,7 +214,7 @@ class Bench:
             devices.pin if devices.pins else None,
         )
         if not filled.wait(WAIT_S):
-            raise BenchError(f"the host pool's memory was not there after {WAIT_S:.0f} s: {filler.error}")
+            raise BenchError(f"the host pool's memory was not there after {WAIT_S:.0f} s: {filler.short}")
         filler.close()
         device, host = cast("Pool | CudaPool", self.device.shards[0]), self.host.shards[0]
         self.floor: Floor

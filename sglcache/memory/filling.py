@@ -18,6 +18,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from sglcache.errors import TransferError
 from sglcache.memory.geometry import Region, moves
@@ -27,6 +28,14 @@ logger = logging.getLogger("sglcache.host")
 
 CHUNK_BYTES = 256 << 20  # of all parts: a tenth of a second or so
 MAX_CHUNKS = 64
+
+
+class Short(NamedTuple):
+    """The machine has no more memory for these pools than for so many of their pages."""
+
+    num_pages: int
+    of: int
+    why: str
 
 
 class Filler:
@@ -50,7 +59,7 @@ class Filler:
         self._pin = pin
         self._closed = False
         self.bytes_before = 0  # of the pools before, what is there; another thread may look
-        self.error: OSError | None = None  # the machine has no more: what was there until then is all there will be
+        self.short: Short | None = None  # what was there until then is all there will be; another thread may look
         self._thread = threading.Thread(target=self._run, name="sglcache-filler", daemon=True)
         self._thread.start()
 
@@ -75,7 +84,7 @@ class Filler:
         for first in range(0, total, chunk):
             stop = min(first + chunk, total)
             for pool in pools:
-                if self._closed or self.error is not None:
+                if self._closed or self.short is not None:
                     return
                 try:
                     pool.populate(first, stop)
@@ -84,13 +93,12 @@ class Filler:
                 except TransferError:
                     return  # a card is lost, and the rank ends for it
                 except OSError as exc:
-                    self.error = exc
+                    there = first if pools is self._pools else 0
+                    self.short = Short(there, self._pools[0].num_pages, str(exc))
                     logger.error(
                         "the host tier has %d of %d pages and gets no more: %s; lower host.size, or give the machine "
                         "more memory",
-                        first if pools is self._pools else 0,
-                        self._pools[0].num_pages,
-                        exc,
+                        *self.short,
                     )
                     return
             if not at_the_end:

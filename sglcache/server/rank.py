@@ -694,6 +694,12 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             streams=devices.streams,
         )
         listener = Listener(loop, rank.socket, sessions.welcome, sessions.refusals)
+        filler = None
+        if fills and first.host.shards:
+            before = [each.host.shards for each in others if each.host.shards]
+            pin = devices.pin if devices.pins else None
+            filler = Filler(first.host.shards, lambda num_pages: tell(owner.host_ready, num_pages), before, pin)
+            undo.callback(filler.close)
         watch = Watch(
             config.watch,
             loop,
@@ -704,16 +710,12 @@ def build(rank: Rank, loop: asyncio.AbstractEventLoop) -> Parts:
             owner=owner,
             third=below,
             scrubbing=scrubbing,
+            filler=filler,
             refusals=sessions.refusals,
         )
         looking = Looking(
             index, owner, sessions, watch, engine.stats, rank.stream, show_tokens=shows_tokens(config.http)
         )
-        filler = None
-        if fills and first.host.shards:
-            before = [each.host.shards for each in others if each.host.shards]
-            pin = devices.pin if devices.pins else None
-            filler = Filler(first.host.shards, lambda num_pages: tell(owner.host_ready, num_pages), before, pin)
         undo.pop_all()
     return Parts(
         numbers,

@@ -22,6 +22,7 @@ from sglcache.core.histograms import Histogram
 if TYPE_CHECKING:  # the supervisor knows troubles by their names alone
     from sglcache.core.index import Index
     from sglcache.memory.engine import LaneStats
+    from sglcache.memory.filling import Filler
     from sglcache.net.publisher import Publisher
     from sglcache.server.listener import Refusals
     from sglcache.server.owner import Owner
@@ -53,6 +54,7 @@ WORDS = {
     "descriptors": "there is no file descriptor for another connection",
     "loop": "the event loop stood still",
     "corrupt": "the host tier's memory is suspect",
+    "memory": "the host tier is smaller than configured",
 }
 """What each kind of trouble is, in words before `for N s`."""
 
@@ -137,6 +139,7 @@ class Watch:
         third: ThirdTier | None,
         refusals: Refusals,
         scrubbing: Scrubbing | None = None,
+        filler: Filler | None = None,
     ) -> None:
         self.config = config
         self.loop = loop
@@ -147,6 +150,7 @@ class Watch:
         self.owner = owner
         self.third = third
         self.scrubbing = scrubbing
+        self.filler = filler
         self.refusals = refusals
         self.stalls = Stalls(loop, config.loop_stall_s)
         self.troubles: list[Trouble] = []
@@ -166,6 +170,7 @@ class Watch:
             "descriptors": 0.0,
             "loop": 0.0,
             "corrupt": 0.0,
+            "memory": 0.0,
         }
 
     def look(self) -> list[Trouble]:
@@ -247,3 +252,6 @@ class Watch:
             yield Oldest("loop", stall[1], {})
         if self.scrubbing is not None and self.scrubbing.since is not None:
             yield Oldest("corrupt", now - self.scrubbing.since, self.scrubbing.found)
+        if self.filler is not None and (short := self.filler.short) is not None:
+            age_s = self._since("memory", "short", now, seen)
+            yield Oldest("memory", age_s, {"pages": short.num_pages, "of": short.of, "why": short.why})

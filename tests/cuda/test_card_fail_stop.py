@@ -186,6 +186,7 @@ def test_where_the_machine_pins_no_more_the_host_tier_ends_and_the_rank_serves(w
         ) as daemon:
             until(lambda daemon=daemon: "gets no more" in daemon.said())
             assert f"the host tier has {num_pages} of 2048 pages" in daemon.said()
+            until(lambda daemon=daemon: "can't be pinned" in daemon.ask("/health").get("reason", ""))
             with world.client(daemon) as client:
                 put(world.port, client, tokens)
                 daemon.settle()

@@ -12,6 +12,7 @@ import pytest
 from sglcache.client import Client, Lease
 from sglcache.errors import TransferError
 from sglcache.memory.rings import EventRing
+from sglcache.server.watch import WORDS
 from sglcache.testing import copies
 from sglcache.testing.daemon import Daemon, until
 
@@ -348,6 +349,9 @@ def test_memory_that_the_machine_has_not_got_leaves_a_smaller_tier(folder: Path)
         (folder / "memory.fail").touch()
         (folder / "memory.4").touch()
         until(lambda: "the host tier has 4 of 16 pages and gets no more" in daemon.said())
+        until(lambda: WORDS["memory"] in daemon.ask("/health").get("reason", ""))
+        facts = daemon.ask("/health")["ranks"][0]["troubles"][0]["facts"]
+        assert (facts["pages"], facts["of"], "planted" in facts["why"]) == (4, 16, True)
         put(client, prompt(1, 4), 5)
         assert daemon.settle()["state"] == "ok"
         assert daemon.pool("HOST")["cached"] == 4
