@@ -122,6 +122,12 @@ def complain(error: SglcacheError, as_json: bool | None = None, *, rank: int | N
     click.echo(f"error[{error.code}]: {where}{error.message}{more}", err=True)
 
 
+def last_words(log: str, limit: int = 2000) -> str:
+    """Why a process of ours ended that logged this: the error that it told last, or the end of the log."""
+    told = [line for line in log.splitlines() if line.startswith("error[")]
+    return told[-1].partition("]: ")[2] if told else log[-limit:].strip()
+
+
 def misused(error: click.ClickException) -> BadRequest:
     """What was wrong with how the command was called, as an error like others."""
     context = error.ctx if isinstance(error, click.UsageError) else None

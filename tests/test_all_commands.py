@@ -111,6 +111,17 @@ def test_each_kind_of_error_says_what_to_do_where_its_message_does_not(capsys: p
         assert capsys.readouterr().err == f"error[{kind.code}]: it is so; do this\n"
 
 
+def test_why_a_daemon_ended_is_the_error_that_it_told_last_or_else_the_end_of_its_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console.complain(errors.ConfigError("it is so; do this"), False)
+    log = f"INFO starts\nerror[start]: before; that\n{capsys.readouterr().err}INFO drained\n"
+    assert console.last_words(log) == "it is so; do this"
+    assert console.last_words("INFO starts\nKilled\n") == "INFO starts\nKilled"
+    assert console.last_words("x" * 3000) == "x" * 2000
+    assert console.last_words("") == ""
+
+
 def test_one_of_several_ranks_that_fails_is_named_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     console.complain(errors.Unavailable("it is away", socket=Path("/x")), True, rank=3)
     assert json.loads(capsys.readouterr().err)["error"]["facts"] == {"rank": 3, "socket": "/x"}

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": BOTTOM | {"client", "core", "paths"},
     "bench": BOTTOM | MIDDLE | {"console", "core", "client", "integrations", "paths", "ranks", "server", "testing"},
     "fuzzing": BOTTOM | MIDDLE | {"bench", "client", "core", "paths", "server", "testing"},
-    "torture": BOTTOM | MIDDLE | {"bench", "client", "core", "paths", "ranks", "server", "testing"},
+    "torture": BOTTOM | MIDDLE | {"bench", "client", "console", "core", "paths", "ranks", "server", "testing"},
     "demo": BOTTOM | {"client", "integrations", "paths", "testing"},
     "cli": BOTTOM | MIDDLE | {"console", "core", "client", "demo", "paths", "ranks", "server", "bench"},
     "commands": BOTTOM | {"bench", "cli", "client", "console", "memory", "net", "paths", "ranks", "server", "torture"},

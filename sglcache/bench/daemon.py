@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from sglcache.bench.harness import BenchError
+from sglcache.console import last_words
 
 STOP_S = 15.0
 POLL_S = 0.002
@@ -103,6 +104,6 @@ class Daemon:
 
     def _words(self) -> str:
         try:
-            return self.log.read_text(errors="replace")[-2000:].strip()
+            return last_words(self.log.read_text(errors="replace"))
         except OSError:
             return ""

@@ -27,6 +27,7 @@ from typing import Any
 
 from sglcache import paths, ranks
 from sglcache.config import Config, parse
+from sglcache.console import last_words
 from sglcache.errors import SglcacheError, StartError, Unavailable
 from sglcache.server import supervisor
 
@@ -226,7 +227,7 @@ class Daemon:
                 if not ready:
                     self.process.kill()
                 code = self._over()
-                raise StartError(f"the daemon did not start (exit status {code}): {self.said()[-2000:]}")
+                raise StartError(f"the daemon did not start (exit status {code}): {last_words(self.said())}")
             line += part
         facts: dict[str, Any] = json.loads(line)
         return facts
