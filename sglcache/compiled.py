@@ -75,6 +75,11 @@ def source(module: str) -> str:
     return os.path.join(ROOT, *module.split(".")) + ".py"
 
 
+def name_of(module: str) -> str:
+    """The file beside a source that says that it is in the library. Without it Python takes the source."""
+    return source(module).removesuffix(".py") + EXTENSION_SUFFIXES[0]
+
+
 def library() -> str:
     """Where it is, or would be."""
     return os.path.join(ROOT, LIBRARY + EXTENSION_SUFFIXES[0])
@@ -105,7 +110,7 @@ def form() -> Form:
     try:
         with open(stamp_of(library())) as file:
             made = json.load(file)
-        whole = made["size"] == os.path.getsize(library())
+        whole = made["size"] == os.path.getsize(library()) and all(map(os.path.exists, map(name_of, MODULES)))
         sums: dict[str, int] = made["sources"]
     except (OSError, ValueError, KeyError, TypeError):
         whole = False

@@ -84,6 +84,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = Path(compiled.source(module))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(module)
+        Path(compiled.name_of(module)).touch()
     Path(compiled.library()).write_bytes(b"a library")
     Path(compiled.stamp_of(compiled.library())).write_text(compiled.stamp(compiled.library()))
     (tmp_path / "setup.py").touch()
@@ -123,6 +124,12 @@ def test_what_is_not_whole_is_not_loaded(checkout: Path, text: str | None) -> No
 def test_a_library_that_was_cut_off_is_not_loaded(checkout: Path) -> None:
     os.truncate(compiled.library(), 4)
     assert not compiled.form().compiled
+
+
+@pytest.mark.parametrize("module", compiled.MODULES)
+def test_without_one_of_them_none_is_loaded(checkout: Path, module: str) -> None:
+    os.unlink(compiled.name_of(module))
+    assert compiled.form() == compiled.Form(False, f"what was compiled is not whole; {compiled.AGAIN}")
 
 
 def test_what_was_not_built_is_not_there(checkout: Path) -> None:
