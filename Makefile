@@ -87,6 +87,6 @@ browser: $(STAMP) ## the page, in headless Chromium, which it installs on Debian
 
 clean: ## remove what the other targets made
 	rm -rf .venv .venv-browser .venv-interop .venv-package .venv-peers .bench build dist *.egg-info
-	rm -f sglcache__mypyc.*.so sglcache/core/*.so
+	rm -f sglcache__mypyc.*.so sglcache/*.so sglcache/*/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find sglcache tests scripts -name __pycache__ -prune -exec rm -rf {} +

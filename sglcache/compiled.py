@@ -1,7 +1,7 @@
 """Which form of the core runs: compiled, or as it is written. They do the same; the compiled one takes half the time.
 
-Where there is a C compiler, setup.py has mypyc compile MODULES: the index and what its commands go through. What it
-makes lies beside the sources, and Python prefers it, unless
+Where there is a C compiler, setup.py has mypyc compile MODULES: the index and what its commands go through, and a
+router's picture of it. What it makes lies beside the sources, and Python prefers it, unless
 
 * SGLCACHE_PURE is set, and not to 0: for a debugger or a profiler that goes by lines, or to plant a bug;
 * it is not whole, by what the build has written down beside it (`stamp`), or
@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 MODULES = (
+    "sglcache.client.picture",
     "sglcache.core.companions",
     "sglcache.core.departures",
     "sglcache.core.encoding",
@@ -36,12 +37,12 @@ MODULES = (
     "sglcache.core.key",
     "sglcache.core.leases",
     "sglcache.core.line",
-    "sglcache.core.packing",
     "sglcache.core.resources",
     "sglcache.core.shares",
     "sglcache.core.slots",
     "sglcache.core.tiering",
     "sglcache.core.tree",
+    "sglcache.packing",
 )
 VARIABLE = "SGLCACHE_PURE"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sglcache"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-BOTTOM = {"compiled", "errors", "units", "config", "wire"}
+BOTTOM = {"compiled", "errors", "units", "config", "packing", "wire"}
 MIDDLE = {"memory", "storage", "net"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"client", "compiled", "errors", "units"},
@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "console": {"errors"},
     "ranks": {"errors", "paths"},
     "config": {"errors", "units"},
-    "wire": {"errors", "units"},
+    "packing": set(),
+    "wire": {"compiled", "errors", "packing", "units"},
     "web": set(),
     "core": BOTTOM,
     "memory": BOTTOM | {"core"},

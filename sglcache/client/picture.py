@@ -15,14 +15,20 @@ beside it as sets of hashes (`_Groups`): blocks, digests and the length of a mat
 
 from __future__ import annotations
 
+import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
+from sglcache.compiled import FORM
 from sglcache.errors import BadRequest, ConfigError
 from sglcache.units import Tier
 from sglcache.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Token, is_full, medium_of
+
+if FORM.compiled:
+    from sglcache import packing
 
 Tokens: TypeAlias = Sequence[int] | bytes
 """Token ids, or bytes that are packed uint32 little-endian already."""
@@ -36,8 +42,12 @@ Groups: TypeAlias = Mapping[int, int | None]
 Hashes: TypeAlias = list[tuple[int, ...]]
 """Block for block the hashes that it has."""
 
+_Hash: TypeAlias = Any
+"""An int that stays the object that it is: the compiled code would make another of it wherever it is kept."""
+
 MASK = (1 << 64) - 1
 HEAD, PARENT = 4, 8  # bytes of a key's parts; the tokens are the rest
+_WAY = struct.Struct(">Iq")  # both of these
 HAS_PARENT, BIGRAMS = 1 << 31, 1 << 30  # in the head, above the namespace's number
 WIDE = b"\xff"  # before tokens that do not fit uint32 and take 8 bytes each: an odd length tells them
 
@@ -164,9 +174,9 @@ class _Rank:
     def __init__(self, groups: Groups | None) -> None:
         self.groups = None if groups is None else _Groups(groups)
         self.spaces = _Spaces()
-        self.tiers: dict[str, dict[int, bytes]] = {}
+        self.tiers: dict[str, dict[_Hash, bytes]] = {}
         self.sums: dict[str, int] = {}
-        self.children: dict[bytes, int | tuple[int, ...]] = {}  # of keys with tokens; several hashes of one content
+        self.children: dict[bytes, _Hash | tuple[_Hash, ...]] = {}  # of keys with tokens; several of one content
         self.block_size = 0  # as last told; 0: not yet
         self.bigrams = False
         self.withheld = False
@@ -188,14 +198,14 @@ class _Rank:
         if event.token_ids:
             self.bigrams = not isinstance(event.token_ids[0], int)
         flags = space | BIGRAMS if self.bigrams and event.token_ids else space
-        root, child = flags.to_bytes(HEAD, "big"), (flags | HAS_PARENT).to_bytes(HEAD, "big")
+        root, child = flags.to_bytes(HEAD, "big"), flags | HAS_PARENT
         blocks = _pack(event.token_ids, event.block_size) if event.token_ids else [b""] * len(event.block_hashes)
-        parent = event.parent_block_hash
+        parent: _Hash | None = event.parent_block_hash
+        block_hash: _Hash
+        children, others = self.children, [held for each, held in self.tiers.items() if held and each != name]
+        way, fresh = _WAY.pack, 0
         for block_hash, tokens in zip(event.block_hashes, blocks, strict=True):
-            if parent is None:
-                key = root + tokens
-            else:
-                key = child + parent.to_bytes(PARENT, "big", signed=True) + tokens
+            key = (root if parent is None else way(child, parent)) + tokens
             before = tier.get(block_hash)
             if before is None:
                 total += block_hash
@@ -203,14 +213,23 @@ class _Rank:
                 del tier[block_hash]
                 self._forget(block_hash, before)
             if before != key:
-                block_hash, key = self._remember(block_hash, key)
+                for other in others:  # the same two, as the objects that are there already
+                    same = other.get(block_hash)
+                    if same == key:
+                        key = same
+                        break
+                if tokens:
+                    known = children.setdefault(key, block_hash)
+                    if known is not block_hash:
+                        block_hash = self._another(key, block_hash, known)
                 tier[block_hash] = key
-                self.spaces.take(space)
+                fresh += 1
             parent = block_hash
         self.sums[name] = total & MASK
+        self.spaces.take(space, fresh)
         self.spaces.give_up(space)
 
-    def remove(self, name: str, block_hashes: list[int]) -> None:
+    def remove(self, name: str, block_hashes: list[_Hash]) -> None:
         tier = self.tiers.get(name)
         if tier is None:
             return
@@ -222,28 +241,18 @@ class _Rank:
                 self._forget(block_hash, key)
         self.sums[name] = total & MASK
 
-    def _remember(self, block_hash: int, key: bytes) -> tuple[int, bytes]:
-        """Have `children` lead to the hash. The same two, as the objects that are there already."""
-        for tier in self.tiers.values():
-            same = tier.get(block_hash)
-            if same == key:
-                key = same
-                break
-        if not _tokens(key):
-            return block_hash, key
-        known = self.children.get(key)
-        if known is None:
-            self.children[key] = block_hash
-        elif isinstance(known, tuple):
+    def _another(self, key: bytes, block_hash: _Hash, known: _Hash | tuple[_Hash, ...]) -> _Hash:
+        """Have `children` lead to the hash besides what it leads to. The same, as the object that is there already."""
+        if isinstance(known, tuple):
             if block_hash not in known:
                 self.children[key] = (*known, block_hash)
         elif known == block_hash:
-            return known, key
+            return known
         else:
             self.children[key] = (known, block_hash)
-        return block_hash, key
+        return block_hash
 
-    def _forget(self, block_hash: int, key: bytes) -> None:
+    def _forget(self, block_hash: _Hash, key: bytes) -> None:
         """It has left a tier: unless it is in another, `children` leads there no more."""
         self.spaces.give_up(_space(key))
         if not _tokens(key) or any(tier.get(block_hash) == key for tier in self.tiers.values()):
@@ -280,68 +289,82 @@ class _Rank:
                     "hash (hash_name=), or have it publish with events.token_ids"
                 )
             packed = ids.tobytes() if ids.typecode == "I" else b""  # ids past uint32 have no hash here
-            steps = self._by_hash(hashes(packed, self.block_size, *namespace), [held for _, held in tiers], path)
+            masks = self._by_hash(hashes(packed, self.block_size, *namespace), [held for _, held in tiers], path)
         else:
             space = self.spaces.find(namespace)
             if space is None:
                 return nothing
-            steps = self._by_tokens(self._blocks_of(ids), space, [held for _, held in tiers], path)
-        blocks = 0
-        longest = [0] * len(tiers)
-        for blocks, mask in enumerate(steps, 1):
-            for place in range(len(tiers)):
-                if mask >> place & 1:
-                    longest[place] = blocks
+            masks = self._by_tokens(self._blocks_of(ids), space, [held for _, held in tiers], path)
+        # What a mask has, those before it have.
+        longest = [bisect_left(masks, True, key=lambda mask: not mask >> place & 1) for place in range(len(tiers))]
         size = self.block_size
         return Match(
-            blocks * size,
+            len(masks) * size,
             {name: count * size for (name, _), count in zip(tiers, longest, strict=True) if count},
             None if self.groups is None or path is None else self.groups.reach(path, size, only) * size,
         )
 
     @staticmethod
-    def _by_hash(hashes: Iterable[int], tiers: list[dict[int, bytes]], path: Hashes | None) -> Iterator[int]:
+    def _by_hash(hashes: Iterable[_Hash], tiers: list[dict[_Hash, bytes]], path: Hashes | None) -> list[int]:
         """Per block that is there, a mask of the tiers that have all blocks so far; its hash is put on the path."""
+        masks: list[int] = []
         mask = (1 << len(tiers)) - 1
         for block_hash in hashes:
-            here = sum((block_hash in tier) << place for place, tier in enumerate(tiers))
+            here = 0
+            for place, tier in enumerate(tiers):
+                if block_hash in tier:
+                    here |= 1 << place
             if not here:
-                return
+                break
             mask &= here
             if path is not None:
                 path.append((block_hash,))
-            yield mask
+            masks.append(mask)
+        return masks
 
     def _by_tokens(
-        self, blocks: Iterable[bytes], space: int, tiers: list[dict[int, bytes]], path: Hashes | None
-    ) -> Iterator[int]:
+        self, blocks: Iterable[bytes], space: int, tiers: list[dict[_Hash, bytes]], path: Hashes | None
+    ) -> list[int]:
         """The same. Where one content has several hashes, each is a way on, with its own mask."""
         flags = space | BIGRAMS if self.bigrams else space
-        head, child = flags.to_bytes(HEAD, "big"), (flags | HAS_PARENT).to_bytes(HEAD, "big")
+        child, way = flags | HAS_PARENT, _WAY.pack
         children = self.children
-        ways = [(head, (1 << len(tiers)) - 1)]
+        masks: list[int] = []
+        before, mask = flags.to_bytes(HEAD, "big"), (1 << len(tiers)) - 1
+        others: list[tuple[bytes, int]] = []  # ways besides that one, and their masks; mostly there is none
         for tokens in blocks:
-            onward: list[tuple[bytes, int]] = []
-            reached = 0
-            for before, mask in ways:
+            if not others:
                 key = before + tokens
                 known = children.get(key)
                 if known is None:
+                    break
+                if isinstance(known, int):
+                    here = _holders(tiers, known, key)
+                    if not here:
+                        break
+                    before = way(child, known)
+                    mask &= here
+                    if path is not None:
+                        path.append((known,))
+                    masks.append(mask)
                     continue
-                for block_hash in known if isinstance(known, tuple) else (known,):
-                    here = 0
-                    for place, tier in enumerate(tiers):
-                        if tier.get(block_hash) == key:
-                            here |= 1 << place
+            onward: list[tuple[_Hash, int]] = []
+            reached = 0
+            for from_, narrowed in [(before, mask), *others]:
+                key = from_ + tokens
+                known = children.get(key)
+                for block_hash in () if known is None else known if isinstance(known, tuple) else (known,):
+                    here = _holders(tiers, block_hash, key)
                     if here:
-                        onward.append((child + block_hash.to_bytes(PARENT, "big", signed=True), mask & here))
-                        reached |= mask & here
+                        onward.append((block_hash, narrowed & here))
+                        reached |= narrowed & here
             if not onward:
-                return
+                break
             if path is not None:
-                path.append(tuple(int.from_bytes(key[-PARENT:], "big", signed=True) for key, _ in onward))
-            yield reached
-            ways = onward
+                path.append(tuple(block_hash for block_hash, _ in onward))
+            masks.append(reached)
+            (before, mask), *others = [(way(child, block_hash), here) for block_hash, here in onward]
+        return masks
 
     def _blocks_of(self, ids: array[int]) -> Iterator[bytes]:
         """The whole blocks of a request, packed as keys have them."""
@@ -416,8 +439,8 @@ class _Spaces:
         self.take(number)
         return number
 
-    def take(self, number: int) -> None:
-        self._uses[number] += 1
+    def take(self, number: int, count: int = 1) -> None:
+        self._uses[number] += count
 
     def give_up(self, number: int) -> None:
         self._uses[number] -= 1
@@ -449,6 +472,15 @@ class _View(Mapping[int, Block]):
         return repr(dict(self))
 
 
+def _holders(tiers: list[dict[_Hash, bytes]], block_hash: _Hash, key: bytes) -> int:
+    """A mask of the tiers that have this hash, as this."""
+    here = 0
+    for place, tier in enumerate(tiers):
+        if tier.get(block_hash) == key:
+            here |= 1 << place
+    return here
+
+
 def _space(key: bytes) -> int:
     return int.from_bytes(key[:HEAD], "big") & (BIGRAMS - 1)
 
@@ -478,10 +510,19 @@ def _pack(tokens: Sequence[Token], size: int) -> list[bytes]:
         flat = list(chain.from_iterable(tokens))  # type: ignore[arg-type]
         words = 2 * size
     try:
-        packed = array("I", flat).tobytes()
+        packed = _packed(flat)
     except OverflowError:
         return [_pack_wide(flat[at : at + words]) for at in range(0, len(flat), words)]
     return [packed[at : at + 4 * words] for at in range(0, len(packed), 4 * words)]
+
+
+def _packed(flat: Sequence[int]) -> bytes:
+    """OverflowError: they do not fit uint32."""
+    if FORM.compiled and isinstance(flat, list):
+        packed = packing.pack_ids(cast("list[object]", flat))
+        if packed is not None:
+            return packed
+    return array("I", flat).tobytes()
 
 
 def _pack_wide(flat: Sequence[int]) -> bytes:

@@ -21,7 +21,7 @@ from sglcache.core.key import TOKEN_BYTES, Namespace
 from sglcache.errors import ConfigError
 
 if FORM.compiled:
-    from sglcache.core import packing
+    from sglcache import packing
 
 pack_value = msgspec.msgpack.Encoder().encode
 _FLOAT = struct.Struct(">Bd")

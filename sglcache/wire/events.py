@@ -22,8 +22,12 @@ from typing import Annotated, Any, TypeAlias, cast
 import msgspec
 from msgspec import Meta, Struct
 
+from sglcache.compiled import FORM
 from sglcache.errors import ProtocolError
 from sglcache.units import MEDIA
+
+if FORM.compiled:
+    from sglcache import packing
 
 BlockHash: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 # What ids may be is checked by hand: msgspec 0.23 crashes on a constrained integer in a union with a tuple.
@@ -191,6 +195,8 @@ def _check_tokens(event: BlockStored) -> None:
     tokens, blocks = event.token_ids, len(event.block_hashes)
     if len(tokens) != blocks * event.block_size:
         raise ProtocolError(f"BlockStored has {len(tokens)} tokens for {blocks} blocks of {event.block_size}")
+    if FORM.compiled and packing.are_ids(cast("list[object]", tokens)):
+        return
     kinds = set(map(type, tokens))
     flat: Any = tokens if kinds == {int} else chain.from_iterable(cast(Any, tokens)) if kinds == {tuple} else (-1,)
     if min(flat) < 0:

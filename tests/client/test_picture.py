@@ -380,6 +380,7 @@ def test_a_block_takes_a_few_words_beside_its_tokens(media: tuple[str, ...], mos
     assert size / num_blocks - 4 * 16 < most
 
 
+@pytest.mark.pure  # compiled, it does not ask a dict of another kind
 def test_a_match_looks_at_what_it_matches_and_at_nothing_else() -> None:
     class Counting(dict[bytes, Any]):
         looks = 0

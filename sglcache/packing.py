@@ -1,11 +1,11 @@
-"""Tokens as msgpack, where the core is compiled: a loop that becomes a few instructions a token.
+"""Loops over tokens, where they are compiled: a few instructions a token.
 
 It is for numbers that wrap at 64 bits, as they do in C, and not to be run as it is written.
 """
 
 from __future__ import annotations
 
-from librt.strings import BytesWriter, read_i32_le, write_i16_be, write_i32_be, write_i64_be
+from librt.strings import BytesWriter, read_i32_le, write_i16_be, write_i32_be, write_i32_le, write_i64_be
 from mypy_extensions import i16, i32, i64, u8
 
 
@@ -41,4 +41,20 @@ def pack_tokens(text: bytes, start: int, stop: int) -> bytes:
         write_i64_be(out, (short_form & ~long) | (long_form & long))
         size += 3 - 2 * long
         out.truncate(size)
+    return out.getvalue()
+
+
+def are_ids(tokens: list[object]) -> bool:
+    """Whether all of them are integers from 0 on."""
+    return all(isinstance(token, int) and token >= 0 for token in tokens)
+
+
+def pack_ids(tokens: list[object]) -> bytes | None:
+    """Token ids as uint32 little-endian; None: one is not of those."""
+    out = BytesWriter()
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token <= 0xFFFF_FFFF:
+            return None
+        word: i64 = token
+        write_i32_le(out, i32(word))
     return out.getvalue()
