@@ -5,24 +5,23 @@ It is for numbers that wrap at 64 bits, as they do in C, and not to be run as it
 
 from __future__ import annotations
 
-from librt.strings import BytesWriter, read_i32_le, write_i16_be, write_i32_be, write_i32_le, write_i64_be
+from librt.strings import (
+    BytesWriter,
+    read_i32_le,
+    read_i64_be,
+    write_i16_be,
+    write_i32_be,
+    write_i32_le,
+    write_i64_be,
+)
 from mypy_extensions import i16, i32, i64, u8
 
 
 def pack_tokens(text: bytes, start: int, stop: int) -> bytes:
     """uint32 little-endian [n], `text[start:stop]`, to a msgpack array of n integers, each as short as it can be."""
-    out = BytesWriter()
     at: i64 = start
     end: i64 = stop
-    count = (end - at) // 4
-    if count < 1 << 4:
-        out.append(u8(0x90 | count))
-    elif count < 1 << 16:
-        out.append(0xDC)
-        write_i16_be(out, i16(count))
-    else:
-        out.append(0xDD)
-        write_i32_be(out, i32(count))
+    out = _array((end - at) // 4)
     size: i64 = len(out)
     while at < end:
         token = i64(read_i32_le(text, at)) & 0xFFFFFFFF
@@ -42,6 +41,48 @@ def pack_tokens(text: bytes, start: int, stop: int) -> bytes:
         size += 3 - 2 * long
         out.truncate(size)
     return out.getvalue()
+
+
+def pack_hashes(digests: bytes, digest_bytes: int) -> bytes | None:
+    """The first 8 bytes of each digest, as a big-endian int64, to a msgpack array; None: one of them is a short one."""
+    at: i64 = 0
+    end: i64 = len(digests)
+    size: i64 = digest_bytes
+    out = _array(end // size)
+    while at < end:
+        number = read_i64_be(digests, at)
+        at += size
+        if -(1 << 31) <= number < 1 << 32:
+            return None
+        out.append(u8(0xCF + ((number >> 63) & 4)))  # uint64, or int64 where it is negative
+        write_i64_be(out, number)
+    return out.getvalue()
+
+
+def sum_hashes(digests: bytes, digest_bytes: int) -> int:
+    """Of these numbers, mod 2^64, as an int64."""
+    at: i64 = 0
+    end: i64 = len(digests)
+    size: i64 = digest_bytes
+    total: i64 = 0
+    while at < end:
+        total += read_i64_be(digests, at)
+        at += size
+    return total
+
+
+def _array(count: i64) -> BytesWriter:
+    """The head of a msgpack array."""
+    out = BytesWriter()
+    if count < 1 << 4:
+        out.append(u8(0x90 | count))
+    elif count < 1 << 16:
+        out.append(0xDC)
+        write_i16_be(out, i16(count))
+    else:
+        out.append(0xDD)
+        write_i32_be(out, i32(count))
+    return out
 
 
 def are_ids(tokens: list[object]) -> bool:

@@ -150,3 +150,21 @@ def test_tokens_are_packed_as_msgpack_has_them(count: int, end: int) -> None:
     text = b"before__" + tokens.tobytes() + b"behind"
     packed = encoding.pack_tokens(text, 8, 8 + count * TOKEN_BYTES)
     assert packed == msgspec.msgpack.encode(tokens.tolist())
+
+
+CORNERS = [
+    sign * (1 << bits) + by for sign in (1, -1) for bits in (0, 5, 7, 8, 15, 16, 31, 32, 62) for by in (-1, 0, 1)
+]
+
+
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 65535, 65536])
+@pytest.mark.parametrize("short", [[], CORNERS, [-(1 << 63), (1 << 63) - 1]], ids=["none", "short", "long"])
+def test_hashes_are_packed_as_msgpack_has_them_and_summed(count: int, short: list[int], size: int) -> None:
+    """A short one among them, of which there is hardly ever any, is as short as it can be."""
+    rng = np.random.default_rng(count)
+    hashes = rng.integers(-(1 << 63), (1 << 63) - 1, count).tolist()
+    hashes[: len(short)] = short[:count]
+    digests = b"".join(each.to_bytes(8, "big", signed=True) + rng.bytes(size - 8) for each in hashes)
+    assert encoding.pack_hashes(digests, size) == msgspec.msgpack.encode(hashes)
+    assert (encoding.sum_hashes(digests, size) - sum(hashes)) % (1 << 64) == 0

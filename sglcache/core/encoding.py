@@ -65,8 +65,17 @@ def pack_pairs_fixed(words: bytes) -> bytes:
 
 def pack_hashes(digests: bytes, digest_bytes: int) -> bytes:
     """Digests, joined, to a msgpack array of their first 8 bytes as big-endian int64."""
+    if FORM.compiled and (packed := packing.pack_hashes(digests, digest_bytes)) is not None:
+        return packed
     words = np.frombuffer(digests, ">i8")[:: digest_bytes // 8].astype("<i8")
     return ormsgpack.packb(words, option=_NUMPY)
+
+
+def sum_hashes(digests: bytes, digest_bytes: int) -> int:
+    """Of these numbers; what is beyond 64 bits means nothing."""
+    if FORM.compiled:
+        return packing.sum_hashes(digests, digest_bytes)
+    return int(np.add.reduce(np.frombuffer(digests, ">u8")[:: digest_bytes // 8]))
 
 
 def pack_hash(digest: bytes) -> bytes:

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from sglcache.core import encoding, hashing
 from sglcache.core.effects import Publish
 from sglcache.core.encoding import NO_EXTRAS, NO_TOKENS, PLAIN, Extras, Format, Group
@@ -151,9 +149,8 @@ class Tally:
         self.count = self.total = 0
 
     def add(self, digests: bytes, digest_bytes: int, sign: int) -> None:
-        words = np.frombuffer(digests, ">u8")[:: digest_bytes // 8]
-        self.count += sign * len(words)
-        self.total = (self.total + sign * int(np.add.reduce(words))) & 0xFFFF_FFFF_FFFF_FFFF
+        self.count += sign * (len(digests) // digest_bytes)
+        self.total = (self.total + sign * encoding.sum_hashes(digests, digest_bytes)) & 0xFFFF_FFFF_FFFF_FFFF
 
     def clear(self) -> None:
         self.count = self.total = 0
