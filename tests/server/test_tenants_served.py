@@ -156,13 +156,15 @@ def test_metrics_and_server_info_have_every_tenant(daemon: Daemon) -> None:
 
 
 def test_what_was_set_holds_in_a_ranks_next_life(daemon: Daemon) -> None:
-    """Last of this module: it ends the rank's life."""
+    """It ends the rank's life."""
     with daemon.admin() as admin:
         admin.set_tenant("made at run time", device_ceiling="10%")
         admin.set_tenant("quiet", device_floor=4 * 32)
     daemon.next_life(daemon.kill_rank())
     assert row(daemon, "made at run time")["ceiling"] == 25
     assert (row(daemon, "quiet")["floor"], row(daemon, "quiet", "HOST")["floor"]) == (32, 128)
+    with daemon.admin() as admin:
+        admin.set_tenant("quiet", device_floor=4 * 64)
 
 
 def test_without_tenants_there_are_none_to_list_or_to_set(lend: Callable[..., Daemon]) -> None:

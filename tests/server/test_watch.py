@@ -24,6 +24,10 @@ pytestmark = pytest.mark.survive
 P = 4
 PAGES = 32
 FAST = dict.fromkeys(("copy_s", "event_s", "room_s", "fenced_s", "answer_s", "stream_s", "reader_s", "numbers_s"), 0.3)
+SOON_OVER = """
+from sglcache.server import watch
+watch.STALL_TOLD_S = 1.0
+"""
 
 STUCK = """
 import os
@@ -52,13 +56,13 @@ def slow(gate: Path) -> Iterator[Daemon]:
     """32 pages; copies to the host wait for `gate`, and the stream while there is `stream`."""
     with Daemon(
         gate.parent / "daemon",
-        prelude=copies.gate(gate, "backup") + STUCK.format(path=str(gate.with_name("stream"))),
+        prelude=copies.gate(gate, "backup") + SOON_OVER + STUCK.format(path=str(gate.with_name("stream"))),
         timing={"beat": 0.05},
         pool={"num_tokens": P * PAGES},
         host={"num_tokens": P * 64},
         http={"enabled": True, "port": 0},
         limits={"copy_wait_s": 0.2},
-        watch=FAST,
+        watch={**FAST, "loop_stall_s": 0.5},
     ) as daemon:
         yield daemon
 
@@ -211,6 +215,7 @@ def test_a_loop_that_stands_still_is_told_of_after_it(daemon: Daemon) -> None:
     assert degraded(daemon, "loop")["age_s"] > 0.5
     with daemon.observer() as client:
         assert client.status()["loop"]["longest_s"] > 0.5
+    well(daemon, "loop")
 
 
 def test_every_kind_of_trouble_has_words_and_a_page_of_metrics_has_them() -> None:

@@ -65,8 +65,9 @@ def test_a_restart_between_two_calls_is_noticed_by_the_first_of_them_and_by_rout
     served: Daemon, client: Client
 ) -> None:
     """A21."""
-    with served.observer() as observer:
-        stream = observer.status()["stream"]
+    with served.admin() as admin:
+        stream = admin.status()["stream"]
+        admin.clear()
     put(client, TOKENS, 1)
     lease = client.acquire(TOKENS)
     epoch = client.epoch
