@@ -20,6 +20,7 @@ from sglcache.errors import BadRequest, ConfigError
 from sglcache.units import MEDIA, Tier
 from sglcache.wire.events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, Event, decode_batch, encode_batch
 
+pytestmark = pytest.mark.core
 CLEARED = AllBlocksCleared()
 
 
