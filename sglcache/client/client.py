@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 NUM_EVENTS = 4096  # of a member's ring: as many of its commits and releases may be held back at a time
 
 MAX_SPIN_US = 1e6
+REATTACH_S = 60.0  # a rank that died often is started again after 30 s at most (supervisor.Timing), and has to start
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.25  # between two tries to find the daemon's next life
 
 T = TypeVar("T")
@@ -535,7 +536,7 @@ class Client(Member):
         """Whether there are layers with states here: leases may have some of their own."""
         return any(KINDS[kind].by_end for kind in self.companions)
 
-    def reattach(self, timeout_s: float = 30.0) -> None:
+    def reattach(self, timeout_s: float = REATTACH_S) -> None:
         """Attach to the daemon's next life, after DaemonRestarted; wait at most so long for it to serve.
 
         What is new from then on: `epoch`, `token` (workers join again with it, `Worker.reattach`), the session, and the
@@ -1021,7 +1022,7 @@ class Worker(Member):
         super().__init__(socket, rank, dp_size, hello, ring, streams=streams)
         self.shard = shard
 
-    def reattach(self, token: bytes, timeout_s: float = 30.0) -> None:
+    def reattach(self, token: bytes, timeout_s: float = REATTACH_S) -> None:
         """As `Client.reattach`, into the session of a scheduler that has attached anew, and has this `token`.
 
         UnknownSession: that session is none of the life that serves now.

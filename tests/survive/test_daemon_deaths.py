@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sglcache.client import Client, Lease
-from sglcache.client.client import Event
+from sglcache.client.client import REATTACH_S, Event
 from sglcache.client.mirror import Mirror
 from sglcache.errors import (
     Changed,
@@ -24,6 +24,7 @@ from sglcache.errors import (
     Unavailable,
     UnknownSession,
 )
+from sglcache.server.supervisor import Timing
 from sglcache.testing.daemon import Daemon, until
 
 pytestmark = pytest.mark.survive
@@ -96,6 +97,10 @@ def test_a_restart_between_two_calls_is_noticed_by_the_first_of_them_and_by_rout
         put(client, TOKENS, 2)
         assert mirror.catch_up(client.digest()["seq"], 10.0)
         until(lambda: mirror.step(0.05) is not None and len(mirror.hashes("GPU")) == 16)
+
+
+def test_a_next_life_is_waited_for_for_longer_than_it_is_put_off() -> None:
+    assert Timing().longest_wait + 10 < REATTACH_S, "it has to start as well"
 
 
 def test_what_was_begun_before_a_death_ends_with_it_whenever_it_is_waited_for(served: Daemon, client: Client) -> None:

@@ -18,7 +18,7 @@ from sglcache.integrations.transformers.model import Executor, Part, StatePart, 
 
 if TYPE_CHECKING:
     from sglcache.client import Client, Committed, Lease, Pending
-    from sglcache.client.client import AcquireOptions, Tokens
+    from sglcache.client.client import REATTACH_S, AcquireOptions, Tokens
 
 
 class State(NamedTuple):
@@ -105,7 +105,7 @@ class Runner:
     executor: Executor
     step_tokens: int = 512
     max_running: int = 16
-    reattach_s: float = 60.0  # how long the daemon's next life is waited for
+    reattach_s: float = REATTACH_S  # how long the daemon's next life is waited for
     num_steps: int = field(default=0, init=False)
     _waiting: deque[Request] = field(default_factory=deque, init=False)
     _running: list[Request] = field(default_factory=list, init=False)
