@@ -211,6 +211,8 @@ class _Rank:
                 total += block_hash
             elif before != key:  # told anew, as something else
                 del tier[block_hash]
+                self.spaces.take(space, fresh)  # it may be one of these
+                fresh = 0
                 self._forget(block_hash, before)
             if before != key:
                 for other in others:  # the same two, as the objects that are there already

@@ -204,6 +204,15 @@ def test_a_hash_that_is_told_anew_is_what_was_told_last() -> None:
     assert held.digests() == {"GPU": Digest(1, 1)}
 
 
+@pytest.mark.parametrize("hashes", [[5, 5], [5, 6, 5], [5, 6, 5, 5]])
+def test_of_a_hash_that_an_event_has_twice_the_last_counts(hashes: list[int]) -> None:
+    held = picture(stored(hashes, list(range(len(hashes))), cache_salt="a"), stored([8], [1], cache_salt="b"))
+    assert held.blocks("GPU")[5] == Block(hashes[-2], (len(hashes) - 1,), None, "a")
+    assert held.blocks("GPU")[8] == Block(None, (1,), None, "b")
+    assert held.digests() == {"GPU": Digest(len({*hashes}) + 1, sum({*hashes}) + 8)}
+    assert held.longest_match([0, 1], cache_salt="a") == {0: Match(0, {})}
+
+
 # -- tokens withheld ----------------------------------------------------------------------------------
 
 
@@ -282,8 +291,8 @@ tokens_of = st.lists(st.sampled_from([0, 1, 1 << 33]), min_size=SIZE, max_size=3
     lambda t: not len(t) % SIZE
 )
 stores = st.builds(
-    lambda tokens, first, parent, medium, space: BlockStored(
-        [(first + i) % 9 - 4 for i in range(len(tokens) // SIZE)],
+    lambda tokens, first, step, parent, medium, space: BlockStored(
+        [(first + i * step) % 9 - 4 for i in range(len(tokens) // SIZE)],
         parent,
         tokens,
         SIZE,
@@ -294,6 +303,7 @@ stores = st.builds(
     ),
     tokens_of,
     st.integers(0, 8),
+    st.sampled_from((1, 1, 0)),  # 0: one hash for all of it
     st.none() | st.integers(-4, 4),
     st.sampled_from(MEDIA),
     st.sampled_from(SPACES),
