@@ -93,7 +93,7 @@ class Filler:
                 except TransferError:
                     return  # a card is lost, and the rank ends for it
                 except OSError as exc:
-                    there = first if pools is self._pools else 0
+                    there = first if pools is self._pools and not at_the_end else 0
                     self.short = Short(there, self._pools[0].num_pages, str(exc))
                     logger.error(
                         "the host tier has %d of %d pages and gets no more: %s; lower host.size, or give the machine "
