@@ -189,9 +189,13 @@ class _Rank:
     def store(self, event: BlockStored) -> None:
         if not event.block_hashes:
             return
+        # What it is made of first: who is told something that can't be keeps what there was.
+        blocks = _pack(event.token_ids, event.block_size) if event.token_ids else [b""] * len(event.block_hashes)
+        if len(blocks) != len(event.block_hashes):
+            raise BadRequest(f"BlockStored has tokens of {len(blocks)} blocks, and {len(event.block_hashes)} hashes")
         name = medium_of(event)
         tier = self.tiers.setdefault(name, {})
-        total = self.sums.get(name, 0)
+        total = self.sums.setdefault(name, 0)
         space = self.spaces.number((event.lora_name or None, event.cache_salt or None))
         self.block_size = event.block_size
         self.withheld = not event.token_ids
@@ -199,7 +203,6 @@ class _Rank:
             self.bigrams = not isinstance(event.token_ids[0], int)
         flags = space | BIGRAMS if self.bigrams and event.token_ids else space
         root, child = flags.to_bytes(HEAD, "big"), flags | HAS_PARENT
-        blocks = _pack(event.token_ids, event.block_size) if event.token_ids else [b""] * len(event.block_hashes)
         parent: _Hash | None = event.parent_block_hash
         block_hash: _Hash
         children, others = self.children, [held for each, held in self.tiers.items() if held and each != name]
@@ -454,9 +457,9 @@ class _Spaces:
 class _View(Mapping[int, Block]):
     def __init__(self, rank: _Rank | None, name: str) -> None:
         self._rank = rank
-        self._held: dict[int, bytes] = rank.tiers.get(name, {}) if rank is not None else {}
+        self._held: dict[_Hash, bytes] = rank.tiers.get(name, {}) if rank is not None else {}
 
-    def __getitem__(self, block_hash: int) -> Block:
+    def __getitem__(self, block_hash: _Hash) -> Block:
         key = self._held[block_hash]
         assert self._rank is not None
         return self._rank.unpack(key)
@@ -493,6 +496,8 @@ def _tokens(key: bytes) -> bytes:
 
 def _ids(tokens: Tokens) -> array[int]:
     """An array of uint32, or where one does not fit of uint64. BadRequest: they are no token ids."""
+    if isinstance(tokens, memoryview) and tokens.itemsize == 1:  # of bytes
+        tokens = tokens.tobytes()
     try:
         try:
             return array("I", tokens)

@@ -136,6 +136,29 @@ def test_tokens_may_be_packed_or_any_integers() -> None:
         assert held.longest_match(each)[0].tokens == 4  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("form", [bytes, bytearray, memoryview, lambda packed: memoryview(packed).cast("I")])
+def test_packed_tokens_are_packed_in_whatever_form_bytes_have(form: Any) -> None:
+    held = picture(stored([1, 2], [7, 8, 1 << 20, 9]))
+    assert held.longest_match(form(np.array([7, 8, 1 << 20, 9], "<u4").tobytes()))[0].tokens == 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        BlockStored([1, 2], None, [1, 2, 3, 4, 5, 6], 2, None, "CPU"),
+        BlockStored([3, 4, 5], 2, [9] * 4, 2, None),
+        BlockStored([3], 2, ["9", "9"], 2, None),  # type: ignore[list-item]
+    ],
+)
+def test_what_no_decoder_gives_is_refused_and_changes_nothing(wrong: Event) -> None:
+    held = picture(stored([1, 2], [7, 8, 1, 9]))
+    before = held.digests(), dict(held.blocks("GPU"))
+    with pytest.raises((BadRequest, TypeError)):
+        held.apply(wrong, 0)
+    assert (held.digests(), dict(held.blocks("GPU"))) == before
+    assert held.longest_match([7, 8, 1, 9])[0].tokens == 4
+
+
 @pytest.mark.parametrize("tokens", [[-1], [1 << 64], ["1"], [1.5], b"123"])
 def test_what_is_no_token_id_is_refused(tokens: Any) -> None:
     with pytest.raises(BadRequest, match="ids from 0 on"):
