@@ -56,7 +56,10 @@ def served(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks(world: World, served: Daemon) -> Iterator[None]:
-    """Of this process's descriptors, and of a card's memory: one pool is the rank's."""
+    """Of this process's descriptors, and of a card's memory: one pool is the rank's. And nothing is cached before."""
+    served.settle()
+    with served.admin() as admin:
+        admin.clear()
     gc.collect()
     descriptors, used = len(os.listdir("/proc/self/fd")), world.used()
     yield
