@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sglcache.client.client import REATTACH_S
 from sglcache.core.key import Namespace, pack
 from sglcache.errors import BadRequest, DaemonRestarted, NoSpace, TransferError
 from sglcache.integrations.transformers.model import Executor, Part, StatePart, WindowPart
 
 if TYPE_CHECKING:
     from sglcache.client import Client, Committed, Lease, Pending
-    from sglcache.client.client import REATTACH_S, AcquireOptions, Tokens
+    from sglcache.client.client import AcquireOptions, Tokens
 
 
 class State(NamedTuple):
