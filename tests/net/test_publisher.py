@@ -499,7 +499,7 @@ def test_a_reader_that_does_not_read_delays_nobody(make: Callable[..., Publisher
     assert numbers(answer(publisher, peers.ask(publisher, b"", be64(299)))[:-1]) == [299, 300]
     began = time.perf_counter()
     publisher.append(301, b"x")
-    assert time.perf_counter() - began < 2.0, "it would wait for the reader"
+    assert time.perf_counter() - began < 0.1
     assert numbers(receive(sub, 1)) == [301]
     assert publisher.stats().readers == 1
     # When it does read, it gets the rest of its answer: up to what was newest when it asked.

@@ -263,7 +263,7 @@ def test_it_is_thrown_out_when_the_time_is_over_and_not_twice_as_late(lend: Call
         began = time.monotonic()
         flood(rude, [control.Status(number) for number in range(1, 4000)])
         until(lambda: other.status(prove=False)["counters"]["slow_readers"] == 1)
-        assert slow_reader_s <= time.monotonic() - began < 2 * slow_reader_s  # the flood takes its time, too
+        assert slow_reader_s <= time.monotonic() - began < 1.6 * slow_reader_s  # the flood takes its time, too
         with pytest.raises(TooSlow):
             rude.ping()
         rude._let_go("thrown out")

@@ -78,7 +78,7 @@ def test_a_restart_between_two_calls_is_noticed_by_the_first_of_them_and_by_rout
         started = time.monotonic()
         with pytest.raises(DaemonRestarted) as caught:
             client.peek(TOKENS)
-        assert time.monotonic() - started < 5.0, "no hang"
+        assert time.monotonic() - started < 1.0, "no hang"
         assert (caught.value.code, caught.value.epoch) == ("daemon_restarted", epoch)
         assert isinstance(caught.value, Unavailable)
         for verb in (client.ping, lease.commit, lease.release, lambda: lease.slots, lambda: client.acquire(TOKENS)):
