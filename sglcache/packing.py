@@ -1,4 +1,4 @@
-"""Loops over tokens, where they are compiled: a few instructions a token.
+"""Loops over tokens and hashes, where they are compiled: a few instructions for each.
 
 It is for numbers that wrap at 64 bits, as they do in C, and not to be run as it is written.
 """

@@ -206,7 +206,7 @@ class _Rank:
         parent: _Hash | None = event.parent_block_hash
         block_hash: _Hash
         children, others = self.children, [held for each, held in self.tiers.items() if held and each != name]
-        way, fresh = _WAY.pack, 0
+        way = _WAY.pack
         for block_hash, tokens in zip(event.block_hashes, blocks, strict=True):
             key = (root if parent is None else way(child, parent)) + tokens
             before = tier.get(block_hash)
@@ -214,8 +214,6 @@ class _Rank:
                 total += block_hash
             elif before != key:  # told anew, as something else
                 del tier[block_hash]
-                self.spaces.take(space, fresh)  # it may be one of these
-                fresh = 0
                 self._forget(block_hash, before)
             if before != key:
                 for other in others:  # the same two, as the objects that are there already
@@ -228,10 +226,9 @@ class _Rank:
                     if known is not block_hash:
                         block_hash = self._another(key, block_hash, known)
                 tier[block_hash] = key
-                fresh += 1
+                self.spaces.take(space)
             parent = block_hash
         self.sums[name] = total & MASK
-        self.spaces.take(space, fresh)
         self.spaces.give_up(space)
 
     def remove(self, name: str, block_hashes: list[_Hash]) -> None:
@@ -444,8 +441,8 @@ class _Spaces:
         self.take(number)
         return number
 
-    def take(self, number: int, count: int = 1) -> None:
-        self._uses[number] += count
+    def take(self, number: int) -> None:
+        self._uses[number] += 1
 
     def give_up(self, number: int) -> None:
         self._uses[number] -= 1

@@ -279,45 +279,47 @@ def test_the_next_life_has_new_pools_and_the_old_are_whoever_s_has_them(world: W
         check(world.port, client, TOKENS)
 
 
-def test_a_next_life_that_finds_the_card_full_says_so_and_comes_once_it_is_not(world: World, tmp_path: Path) -> None:
+@pytest.fixture
+def full(world: World, tmp_path: Path) -> Iterator[tuple[Daemon, Client]]:
+    """A daemon on a card with room for one pool, and a runner whose TOKENS are on the host as well."""
+    world.only_software()
+    room = {"SOFTCUDA_MEMORY": str(world.used() + (3 << 20))}
+    with (
+        world.daemon(tmp_path, environment=room, timing=QUICK, **SMALL) as daemon,
+        world.client(daemon) as client,
+    ):
+        put(world.port, client, TOKENS)
+        daemon.settle()
+        yield daemon, client
+
+
+def test_a_next_life_that_finds_the_card_full_says_so_and_comes_once_it_is_not(
+    world: World, full: tuple[Daemon, Client]
+) -> None:
     """Its host tier is there again, too: what a runner keeps of the old pool costs the device's pages alone."""
-    world.only_software()
-    full = {"SOFTCUDA_MEMORY": str(world.used() + (3 << 20))}
-    with (
-        world.daemon(tmp_path, environment=full, timing=QUICK, **SMALL) as daemon,
-        world.client(daemon) as client,
-    ):
-        put(world.port, client, TOKENS)
-        daemon.settle()
-        kept: list[Any] = [client.pool.memory]
-        pid = daemon.kill_rank()
-        until(lambda: "does not fit on card 0" in daemon.said(), 20.0)
-        assert "pool.size" in daemon.said()
-        assert daemon.row["state"] != "ok"
-        with pytest.raises(DaemonRestarted):
-            client.ping()
-        client.close()
-        kept.clear()
-        gc.collect()
-        daemon.next_life(pid)
-        with world.client(daemon) as again:
-            check(world.port, again, TOKENS, host_tokens=len(TOKENS))
+    daemon, client = full
+    kept: list[Any] = [client.pool.memory]
+    pid = daemon.kill_rank()
+    until(lambda: "does not fit on card 0" in daemon.said(), 20.0)
+    assert "pool.size" in daemon.said()
+    assert daemon.row["state"] != "ok"
+    with pytest.raises(DaemonRestarted):
+        client.ping()
+    client.close()
+    kept.clear()
+    gc.collect()
+    daemon.next_life(pid)
+    with world.client(daemon) as again:
+        check(world.port, again, TOKENS, host_tokens=len(TOKENS))
 
 
-def test_a_next_life_finds_the_room_of_a_runner_that_waits_for_it(world: World, tmp_path: Path) -> None:
+def test_a_next_life_finds_the_room_of_a_runner_that_waits_for_it(world: World, full: tuple[Daemon, Client]) -> None:
     """It kept the dead life's pool by its descriptor, until there was a next life, which it kept from being."""
-    world.only_software()
-    full = {"SOFTCUDA_MEMORY": str(world.used() + (3 << 20))}
-    with (
-        world.daemon(tmp_path, environment=full, timing=QUICK, **SMALL) as daemon,
-        world.client(daemon) as client,
-    ):
-        put(world.port, client, TOKENS)
-        daemon.settle()
-        daemon.kill_rank()
-        gc.collect()
-        client.reattach(20.0)
-        check(world.port, client, TOKENS, host_tokens=len(TOKENS))
+    daemon, client = full
+    daemon.kill_rank()
+    gc.collect()
+    client.reattach(20.0)
+    check(world.port, client, TOKENS, host_tokens=len(TOKENS))
 
 
 def test_a_next_life_on_a_card_that_the_runner_does_not_see_is_told_and_can_be_left(
