@@ -420,7 +420,7 @@ def test_an_engine_that_restarts_at_0_is_another_life() -> None:
             engine.say(stored(11))  # nobody hears it: the connection is not there again
             engine.serve(mirror, lambda: engine.subscribed)
             engine.say(stored(12))
-            engine.serve(mirror, lambda: mirror.hashes("GPU") == {11, 12})
+            engine.serve(mirror, lambda: mirror.hashes("GPU") == {11, 12} and mirror.synced)  # the replay's END, too
             assert mirror.exact
             assert mirror.state.next_seq == 2
     finally:
