@@ -72,7 +72,7 @@ class Daemon:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    served = Daemon(tmp_path_factory.mktemp("daemon"), *FREE_PORTS, "pool.num_tokens=131072")
+    served = Daemon(tmp_path_factory.mktemp("daemon"), *FREE_PORTS, "pool.num_tokens=131072", "watch.loop_stall_s=30")
     yield served
     code, stderr = served.stop()
     assert (code, stderr) == (0, "")

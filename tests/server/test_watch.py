@@ -62,7 +62,7 @@ def slow(gate: Path) -> Iterator[Daemon]:
         host={"num_tokens": P * 64},
         http={"enabled": True, "port": 0},
         limits={"copy_wait_s": 0.2},
-        watch=FAST,
+        watch={**FAST, "loop_stall_s": 0.5},
     ) as daemon:
         yield daemon
 
