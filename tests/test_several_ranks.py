@@ -25,7 +25,7 @@ TOKENS = list(range(64))
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     with Daemon(
-        tmp_path_factory.mktemp("daemon"), dp_size=2, pp_size=2, timing={"beat": 0.05, "stuck": 0.5, "first_wait": 1.0}
+        tmp_path_factory.mktemp("daemon"), dp_size=2, pp_size=2, timing={"beat": 0.05, "stuck": 1.0, "first_wait": 1.0}
     ) as daemon:
         yield daemon
 

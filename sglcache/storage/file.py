@@ -388,6 +388,9 @@ class FileStore:
                 elif parent == NONE and form.before(run, page) is not None:
                     reason = "orphan"
                 else:
+                    if not new:  # what lies behind the hole is used with this, too: what makes room is others'
+                        behind = (self._order.row(form.digest(run, each)) for each in range(page + 1, len(mask)))
+                        self._use(array("q", (each for each in behind if each != NONE)), tick)
                     reason = self._write(run, page, name, self._pages.views(slots[page]), parent, tick, removed)
                 if reason is not None:
                     break

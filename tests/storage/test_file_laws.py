@@ -104,28 +104,32 @@ class Laws(RuleBasedStateMachine):
         if count < len(digests):
             orphan = it.before is not None and it.before not in self.used
             assert (done.reason == "orphan") == (orphan and count == 0) or done.reason in ("full", "failed")
-        for digest, had in zip(digests[:count], there, strict=False):
-            if not had:
-                self.used[digest] = self.tick
-        assert done.new_pages == count - sum(there[:count])
-        # The pages of this run are on their way when others go: those it has written can't, for it hangs on them.
-        self.removed_in_put(done.removed, [*digests[:count], it.before])
+        behind = {digest for digest, had in zip(digests, there, strict=True) if had}
+        if done.reason != "orphan":
+            self.used |= dict.fromkeys(behind, self.tick)
+        # What it has written or passed hangs on the next page that it writes, and so can't go. What lies behind a hole
+        # does not yet: it goes where nothing else is left, and is written again if the put comes so far.
+        hole = there.index(False) if False in there else len(there)
+        gone = self.removed_in_put(done.removed, [it.before, *digests[:count]], behind - set(digests[:hole]))
+        assert done.new_pages == count - sum(there[:count]) + len(gone & set(digests[:count]))
         for digest in digests[:count]:
             self.used[digest] = self.tick
 
-    def removed_in_put(self, removed: bytes, own: list[bytes | None]) -> None:
+    def removed_in_put(self, removed: bytes, own: list[bytes | None], behind: set[bytes]) -> set[bytes]:
+        """Those of its own that went."""
         gone = pages_of(Run(ROOT, None, removed, b""))
-        event(f"evicted {min(len(gone), 1)}")
-        assert not set(gone) & set(own)
+        event(f"evicted {min(len(gone), 1)}, {min(len(behind.intersection(gone)), 1)} of its own")
+        assert set(gone).intersection(own) <= behind
         for digest in gone:
             assert not self.children(digest), "an eviction left a page without its parent"
-            leaves = [page for page in self.used if page not in own and not self.children(page)]
+            leaves = [page for page in self.used if (page not in own or page in behind) and not self.children(page)]
             assert self.used[digest] == min(self.used[page] for page in leaves)
             parent = self.parents[digest]
             if parent in self.used:
                 self.used[parent] = max(self.used[parent], self.used[digest])
             del self.used[digest]
             self.bad.discard(digest)
+        return behind.intersection(gone)
 
     @rule(it=prompts())
     def get(self, it: Run) -> None:
@@ -190,6 +194,19 @@ class Laws(RuleBasedStateMachine):
         self.fail, self.error = step, OSError(ENOSPC if step == "write" else 5, "no")
         self._put(it)
         self.fail = None
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data(), full=st.booleans())
+    def mend(self, data: st.DataObject, full: bool) -> None:
+        """A page in the midst of others is lost, and put again with them, on a disk that may be full."""
+        it = data.draw(st.sampled_from([it for runs in self.store.listing() for it in runs]))
+        lost = data.draw(st.sampled_from(pages_of(it)))
+        assert self.store.discard(lost) == lost
+        self.gone_bad(lost)
+        if full:
+            self.put_and_fail(it, "write")
+        else:
+            self._put(it)
 
     @rule(it=prompts(), step=st.sampled_from(["write", "written half", "written", "rename", "renamed", "unlink"]))
     def put_and_crash(self, it: Run, step: str) -> None:

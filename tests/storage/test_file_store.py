@@ -489,6 +489,21 @@ def test_the_cap_holds_and_goes_down_to_the_low_water_mark_the_oldest_first(tmp_
     store.close()
 
 
+def test_a_put_that_mends_a_hole_makes_no_room_of_what_lies_behind_it(tmp_path: Path) -> None:
+    """It uses those pages, too: else they went as the oldest, and were written again in the same put."""
+    store = file_store(tmp_path, memory(), max_bytes=12 * BLOCK_BYTES, low_water=10 / 12)
+    it, other = run(LONG), run(range(50, 66))
+    put(store, it)
+    put(store, other)
+    assert store.discard(pages_of(it)[3])
+    put(store, run(range(90, 94)))
+    done = store.put(it, write(store._pages, it), never)
+    assert (done.mask, done.new_pages, done.reason) == (b"\1" * 8, 1, None)
+    assert pages_of(Run(ROOT, None, done.removed, b"")) == pages_of(other)[:0:-1], "the oldest that are not its own"
+    assert right(store, it) == 8
+    store.close()
+
+
 def test_a_run_longer_than_the_cap_is_stored_as_far_as_it_fits(tmp_path: Path) -> None:
     store = file_store(tmp_path, memory(), max_bytes=5 * BLOCK_BYTES)
     done = store.put(run(LONG), write(store._pages, run(LONG)), never)
