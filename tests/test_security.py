@@ -25,14 +25,20 @@ def tells_tokens(text: str) -> bool:
 
     Numbers are read whole: a measured time may have any digits, and none of them tells of anybody.
     """
-    numbers = set(re.findall(r"(?<![\w.])\d+(?![\w.])", text))
+    numbers = map(float, re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.])", text))  # metrics have all forms
     packed = [struct.pack(order + "2I", *TOKENS[at : at + 2]).hex() for order in "<>" for at in range(len(TOKENS) - 1)]
-    return not numbers.isdisjoint(map(str, TOKENS)) or any(pair in text for pair in packed)
+    return not set(TOKENS).isdisjoint(numbers) or any(pair in text for pair in packed)
 
 
 def test_a_token_in_a_page_is_found_and_a_time_with_its_digits_is_not() -> None:
     first, second = TOKENS[:2]
-    for told in (f"[1,{first},2]", f'{{"token": {second}}}', f'tokens="{first} {second}"', f"sglcache_x {first}\n"):
+    for told in (
+        f"[1,{first},2]",
+        f'{{"token": {second}}}',
+        f'tokens="{first} {second}"',
+        "x 3.000000001e+09\n",
+        f"{first}.0",
+    ):
         assert tells_tokens(told)
     for order in "<>":
         assert tells_tokens(f'"{struct.pack(order + "3I", 7, first, second).hex()}"')
