@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -43,6 +44,9 @@ class Groups:
         self.all = self.home / f"paused-{os.getpid()}"
         self.one = self.all / "one"
         self.one.mkdir(parents=True)
+        if not (self.one / "cgroup.freeze").exists():
+            self.remove()
+            raise FileNotFoundError("the kernel freezes none")
 
     def enter(self) -> None:
         (self.all / "cgroup.procs").write_text(str(os.getpid()))
@@ -76,6 +80,11 @@ class Groups:
                     (to / "cgroup.procs").write_text(pid)
 
 
+def refused(exc: Exception) -> int:
+    print(f"paused: no control group of version 2 can be made and entered ({exc}); try it as root", file=sys.stderr)
+    return 2
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="which pauses (0)")
@@ -91,11 +100,17 @@ def main() -> int:
             raise FileNotFoundError("none is mounted")
         groups = Groups(top)
     except OSError as exc:
-        print(f"paused: no control group of version 2 can be made ({exc}); try it as root", file=sys.stderr)
-        return 2
+        return refused(exc)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing stays frozen
     rng, num_pauses = random.Random(args.seed), 0
     try:
-        child = subprocess.Popen(args.command, preexec_fn=groups.enter)
+        try:
+            child = subprocess.Popen(args.command, preexec_fn=groups.enter)
+        except subprocess.SubprocessError as exc:
+            return refused(exc)
+        except OSError as exc:
+            print(f"paused: {exc}", file=sys.stderr)
+            return 2
         while child.poll() is None:
             time.sleep(rng.expovariate(1 / args.every))
             length_s = SHORTEST_S * (args.longest / SHORTEST_S) ** rng.random()
@@ -106,9 +121,6 @@ def main() -> int:
                 with groups.alone(rng.choice(pids)) if one else groups.paused(groups.all):
                     time.sleep(length_s)
                 num_pauses += 1
-    except FileNotFoundError as exc:
-        print(f"paused: {exc}", file=sys.stderr)
-        return 2
     finally:
         groups.remove()
     print(f"paused: {num_pauses} pauses", file=sys.stderr)
