@@ -364,7 +364,10 @@ class FileStore:
         return num_pages
 
     def put(self, run: Run, slots: Sequence[int], stop: Stop) -> Put:
-        """Store these pages, up to the first that fails; what is there is not written again."""
+        """Store these pages, up to the first that fails; what is there is not written again.
+
+        Room is made of others' pages, and where there are none left, of its own behind a hole, which are written anew.
+        """
         form, name = self.form, packed(run.namespace)
         mask = bytearray(form.num_pages(run))
         removed: list[bytes] = []
